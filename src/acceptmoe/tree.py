@@ -1,0 +1,218 @@
+"""Draft trees: their shape, their tokens, the attention mask that verifies them in one pass.
+
+Axes: T nodes of the tree (the root included), P tokens already in the cache, C cache slots.
+Node 0 is the root, the last committed token; depth counts edges, so the root has depth 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from acceptmoe.errors import TreeError
+
+MAX_NODES = 4096  # far above any useful tree; an absurd number is a caller's slip
+ROOT_PARENT = -1
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The parent of every node of a tree, parents before children; hashable.
+
+    `parents[0]` is -1 (the root) and `0 <= parents[t] < t` for every other node.
+
+    >>> TreeShape((-1, 0, 0, 1)).depths
+    (0, 1, 1, 2)
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parents", tuple(int(parent) for parent in self.parents))
+        if not 1 <= len(self.parents) <= MAX_NODES:
+            raise TreeError(
+                f"the tree has {len(self.parents)} nodes; it must have 1 to {MAX_NODES}, "
+                "the root included"
+            )
+        if self.parents[0] != ROOT_PARENT:
+            raise TreeError(
+                f"parents[0] is {self.parents[0]}; node 0 is the root and its parent must be -1"
+            )
+        for node, parent in enumerate(self.parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise TreeError(
+                    f"parents[{node}] is {parent}; it must be a node before it "
+                    f"(0 to {node - 1}), so that there is one root and no cycle"
+                )
+
+    @classmethod
+    def chain(cls, num_nodes: int) -> TreeShape:
+        """A tree without branches: the root and `num_nodes - 1` descendants in a row."""
+        return cls(tuple(range(-1, num_nodes - 1)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Edges between the root and each node."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Node ids from the root to `node`, both included."""
+        reverse = [node]
+        while reverse[-1] != 0:
+            reverse.append(self.parents[reverse[-1]])
+        return tuple(reversed(reverse))
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """Nodes without children, in node order."""
+        inner = set(self.parents)
+        return tuple(node for node in range(self.num_nodes) if node not in inner)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each node, in node order."""
+        lists: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            lists[parent].append(node)
+        return tuple(tuple(nodes) for nodes in lists)
+
+    @cached_property
+    def ancestry(self) -> Tensor:
+        """[T, T] bool on the CPU: `ancestry[t, s]` says that s is t or an ancestor of t."""
+        ancestry = torch.eye(self.num_nodes, dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            ancestry[node] |= ancestry[parent]
+        return ancestry
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A drafter's proposal for one verification block.
+
+    `tokens[0]` is the last committed token (the root). `path_probabilities[t]` is the drafter's
+    probability of the whole path from the root to t, 1 for the root; a child never has more than
+    its parent.
+
+    Raises `TreeError` when the three do not describe one tree with finite probabilities.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    path_probabilities: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(int(token) for token in self.tokens))
+        object.__setattr__(self, "parents", self.shape.parents)
+        probabilities = tuple(float(p) for p in self.path_probabilities)
+        object.__setattr__(self, "path_probabilities", probabilities)
+        if not len(self.tokens) == len(self.parents) == len(probabilities):
+            raise TreeError(
+                f"{len(self.tokens)} tokens, {len(self.parents)} parents and "
+                f"{len(probabilities)} path probabilities; a tree has one of each for every node"
+            )
+        if min(self.tokens) < 0:
+            raise TreeError(f"token {min(self.tokens)} in the tree; token ids are 0 or larger")
+        if probabilities[0] != 1.0:
+            raise TreeError(f"the root's path probability is {probabilities[0]}; it must be 1")
+        for node, probability in enumerate(probabilities):
+            if not (math.isfinite(probability) and 0.0 <= probability <= 1.0):
+                raise TreeError(
+                    f"path_probabilities[{node}] is {probability}; it must lie in [0, 1]"
+                )
+            # One part in a thousand covers the rounding of products taken in low precision.
+            if node and probability > 1.001 * probabilities[self.parents[node]]:
+                raise TreeError(
+                    f"path_probabilities[{node}] is {probability}, more than its parent's "
+                    f"{probabilities[self.parents[node]]}; a path cannot be likelier than its start"
+                )
+
+    @cached_property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.parents)
+
+    @classmethod
+    def root_only(cls, token: int) -> DraftTree:
+        """No proposal: the block is one ordinary decoding step."""
+        return cls((token,), (ROOT_PARENT,), (1.0,))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+
+def sibling_tokens_are_distinct(tree: DraftTree) -> bool:
+    """Whether no node has two children with the same token (a second one could never be taken)."""
+    pairs = list(zip(tree.parents[1:], tree.tokens[1:], strict=True))
+    return len(set(pairs)) == len(pairs)
+
+
+def tree_attention_mask(
+    shape: TreeShape,
+    prefix_positions: Tensor,
+    prefix_is_valid: Tensor,
+    num_slots: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Additive mask [1, 1, T, num_slots] with which one forward verifies the whole tree.
+
+    Cache slots 0..P-1 hold the prefix, P..P+T-1 the tree's rows, the rest (a static cache's spare
+    room) is masked. A row sees the valid prefix and its own ancestors. `prefix_positions` [P] int64
+    are the prefix tokens' positions, `prefix_is_valid` [P] bool leaves out padding. The mask is
+    additive, 0 or the dtype's minimum: eager attention would *add* a boolean mask.
+
+    With `window` a row sees only keys less than `window` *positions* back. Positions, not slots:
+    siblings share a position and lie in different slots.
+    """
+    device = prefix_is_valid.device
+    num_nodes, num_prefix = shape.num_nodes, prefix_is_valid.shape[0]
+    if num_slots < num_prefix + num_nodes:
+        raise TreeError(
+            f"{num_slots} cache slots cannot hold {num_prefix} tokens and a tree of {num_nodes}"
+        )
+    is_visible = torch.zeros(num_nodes, num_slots, dtype=torch.bool, device=device)
+    is_visible[:, :num_prefix] = prefix_is_valid
+    tree_slots = slice(num_prefix, num_prefix + num_nodes)
+    is_visible[:, tree_slots] = shape.ancestry.to(device)
+    if window is not None:
+        node_positions = tree_positions(shape, prefix_is_valid)
+        key_positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        key_positions[:num_prefix] = prefix_positions
+        key_positions[tree_slots] = node_positions
+        is_visible &= node_positions[:, None] - key_positions[None, :] < window
+    mask = torch.zeros(num_nodes, num_slots, dtype=dtype, device=device)
+    mask.masked_fill_(~is_visible, torch.finfo(dtype).min)
+    return mask[None, None]
+
+
+def tree_positions(shape: TreeShape, prefix_is_valid: Tensor) -> Tensor:
+    """[T] int64: the position of each node, the number of valid prefix tokens plus its depth."""
+    depths = torch.tensor(shape.depths, device=prefix_is_valid.device)
+    return prefix_is_valid.sum() + depths
+
+
+def best_first_nodes(path_probabilities: Sequence[float], num_nodes: int) -> list[int]:
+    """The `num_nodes` likeliest candidates, in their original order; the earlier one wins a tie.
+
+    With candidates listed parents first and no child likelier than its parent, the chosen nodes
+    are closed under `parent`, so they form a tree.
+    """
+    order = sorted(range(len(path_probabilities)), key=lambda i: (-path_probabilities[i], i))
+    return sorted(order[:num_nodes])
