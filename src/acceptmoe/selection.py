@@ -10,7 +10,7 @@ since it follows each family's own router), residency-aware pruning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -34,6 +34,12 @@ class BlockRows:
     depth_commitment: Tensor
     path_commitment: Tensor
     is_real: Tensor
+
+    def to(self, device: torch.device) -> BlockRows:
+        """The same rows on another device (a model spread over several)."""
+        if self.depths.device == device:
+            return self
+        return BlockRows(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the decode loop must know of a model: its sparse layers, its masks, whether it can be wrapped."""
+"""What the decode loop must know of a model: sparse layers, masks, whether it can be wrapped."""
 
 from __future__ import annotations
 

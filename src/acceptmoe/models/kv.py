@@ -1,4 +1,4 @@
-"""Key-value caches that hold a draft tree: made with room for it, compacted to the accepted path."""
+"""Key-value caches that hold a draft tree: made with room for it, compacted to one path."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def read_block(
         gates=scoring.gates(router, logits),
         choice=scoring.choice(router, logits),
         natural_ids=natural_ids,
-        rows=rows,
+        rows=rows.to(logits.device),
     )
 
 
