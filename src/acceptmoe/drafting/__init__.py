@@ -1,0 +1,7 @@
+"""stub until merge"""
+
+from acceptmoe.drafting.drafter import Drafter
+
+
+def load_drafter(spec):
+    return spec

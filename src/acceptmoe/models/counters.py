@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from acceptmoe.selection import BlockRows, RoutedBlock, routed_mask
-
-COUNTED = ("natural_union", "eligible", "experts_used", "excluded_mass", "routed_pairs")
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class RoutingCounts:
 
 class RoutingCounters:
     """Sums over verification passes, one device-side vector a layer; nothing is read in between."""
+
+    FIELDS = tuple(field.name for field in fields(RoutingCounts))
 
     def __init__(self, num_layers: int) -> None:
         self._sums: list[Tensor | None] = [None] * num_layers

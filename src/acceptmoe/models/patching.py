@@ -43,6 +43,9 @@ class RoutingPatch:
             handle.remove()
         self._handles.clear()
 
+    def reset_counters(self) -> None:
+        self.counters = RoutingCounters(len(self.adapter.layers))
+
     @contextmanager
     def verifying(self, rows: BlockRows, *, is_counted: bool = True) -> Iterator[None]:
         """Route the forward inside, a verification block of these rows, under the policy."""
