@@ -39,7 +39,9 @@ class BlockRows:
         """The same rows on another device (a model spread over several)."""
         if self.depths.device == device:
             return self
-        return BlockRows(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return BlockRows(
+            **{field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        )
 
 
 @dataclass(frozen=True)
