@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from acceptmoe.errors import DrafterError, InvalidArgumentError
-from acceptmoe.models.kv import compact_dynamic_cache
+from acceptmoe.models.kv import keep_path
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
 MAX_WIDTH = 1024  # far above any useful frontier; an absurd number is a caller's slip
@@ -122,8 +122,7 @@ class AssistantDrafter:
             return  # no proposal since the last commitment, so no rows either
         with torch.inference_mode():
             # Rows took their slots in order, the root's first, right behind the committed text.
-            slots = torch.tensor(kept_rows, dtype=torch.int64) + self._num_cached
-            compact_dynamic_cache(self._cache, slots, num_prefix=self._num_cached)
+            keep_path(self._cache, self._num_cached, kept_rows)
         self._num_cached += len(kept_rows)
         self._row_of = {}
 
