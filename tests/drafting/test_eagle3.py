@@ -40,22 +40,40 @@ def assert_same_tree(tree: DraftTree, tokens: Any, parents: Any, scores: Any) ->
     assert tree.path_probabilities == pytest.approx(scores, abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def oracle_of(folder: Path, topk: int) -> OracleDrafter:
+    return OracleDrafter(
+        folder, TARGET.get_input_embeddings().weight, TARGET.lm_head.weight, topk=topk
+    )
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_trees_equal_those_of_a_slow_drafter_in_every_round(
-    variant: str, layout: Layout, tmp_path: Path
+def test_every_layout_proposes_the_trees_of_a_slow_drafter_in_every_round(
+    variant: str, tmp_path: Path
 ) -> None:
-    save_head(random_head(**VARIANTS[variant]), tmp_path, layout=layout)
-    drafter = Eagle3Drafter.from_pretrained(tmp_path, TARGET, topk=3)
-    embedding = TARGET.get_input_embeddings().weight
-    oracle = OracleDrafter(tmp_path, embedding, TARGET.lm_head.weight, topk=3)
-    tokens, features = random_pairs(8, drafter.head.config.feature_size)
-    drafter.start(torch.tensor([5, *tokens[:3]]), tokens[3], features[:4])
+    drafters = []
+    for layout in LAYOUTS:
+        save_head(random_head(**VARIANTS[variant]), tmp_path / layout, layout=layout)
+        drafters.append(Eagle3Drafter.from_pretrained(tmp_path / layout, TARGET, topk=3))
+    oracle = oracle_of(tmp_path / "specforge", topk=3)
+    tokens, features = random_pairs(8, drafters[0].head.config.feature_size)
+    for drafter in drafters:
+        drafter.start(torch.tensor([5, *tokens[:3]]), tokens[3], features[:4])
     for num_pairs, rounds in ((4, 5), (5, 8), (8, 8)):
-        tree = drafter.propose(num_nodes=10, max_depth=3)
         expected = oracle.propose(features[:num_pairs], tokens[:num_pairs], 10, 3)
-        assert_same_tree(tree, *expected)
-        drafter.extend(tokens[num_pairs:rounds], features[num_pairs:rounds])
+        for drafter in drafters:
+            assert_same_tree(drafter.propose(num_nodes=10, max_depth=3), *expected)
+            drafter.extend(tokens[num_pairs:rounds], features[num_pairs:rounds])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_slow_drafter_reads_every_layout_alike(layout: Layout, tmp_path: Path) -> None:
+    changes = {"qk_norm": True, "norm_before_residual": True, "norm_before_fc": True}
+    drafter = bound_drafter(topk=2, **changes)
+    save_head(drafter.head, tmp_path, layout=layout)
+    tokens, features = random_pairs(5, 60)
+    drafter.start(torch.tensor([3, *tokens[:4]]), tokens[4], features)
+    expected = oracle_of(tmp_path, topk=2).propose(features, tokens, 6, 3)
+    assert_same_tree(drafter.propose(6, 3), *expected)
 
 
 @pytest.mark.parametrize(("num_nodes", "max_depth", "topk"), [(2, 1, 1), (6, 5, 1), (33, 5, 8)])
@@ -64,9 +82,7 @@ def test_other_tree_sizes_equal_the_slow_drafter_too(
 ) -> None:
     save_head(random_head(seed=3), tmp_path)
     drafter = Eagle3Drafter.from_pretrained(tmp_path, TARGET, topk=topk)
-    oracle = OracleDrafter(
-        tmp_path, TARGET.get_input_embeddings().weight, TARGET.lm_head.weight, topk=topk
-    )
+    oracle = oracle_of(tmp_path, topk)
     tokens, features = random_pairs(4, 60)
     drafter.start(torch.tensor([9, *tokens[:3]]), tokens[3], features)
     tree = drafter.propose(num_nodes, max_depth)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,12 @@ def _read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         raise DrafterError(
             f"{folder} has no weights: it must hold {SAFETENSORS_FILE} or {PICKLE_FILE}, and holds "
             f"{', '.join(found)}"
+        )
+    with file.open("rb") as stream:
+        is_archive = stream.read(2) == b"PK"
+    if is_archive and not zipfile.is_zipfile(file):
+        raise DrafterError(
+            f"{file} is truncated or damaged (the archive has no end); download the head again"
         )
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
