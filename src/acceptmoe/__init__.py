@@ -1,0 +1,42 @@
+"""AcceptMoE: faster small-batch decoding of mixture-of-experts models by speculative trees.
+
+model = acceptmoe.wrap(model, table)
+model.generate(**inputs)
+"""
+
+from __future__ import annotations
+
+from acceptmoe.api import unwrap, wrap
+from acceptmoe.errors import (
+    AcceptMoEError,
+    DrafterError,
+    InvalidArgumentError,
+    SelfCheckError,
+    TableError,
+    TreeError,
+    UnsupportedGenerateError,
+    UnsupportedModelError,
+    WrapStateError,
+)
+from acceptmoe.table import CommitmentTable
+from acceptmoe.tree import DraftTree, TreeShape
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcceptMoEError",
+    "CommitmentTable",
+    "DraftTree",
+    "DrafterError",
+    "InvalidArgumentError",
+    "SelfCheckError",
+    "TableError",
+    "TreeError",
+    "TreeShape",
+    "UnsupportedGenerateError",
+    "UnsupportedModelError",
+    "WrapStateError",
+    "__version__",
+    "unwrap",
+    "wrap",
+]

@@ -164,7 +164,6 @@ def sibling_tokens_are_distinct(tree: DraftTree) -> bool:
 
 def tree_attention_mask(
     shape: TreeShape,
-    prefix_positions: Tensor,
     prefix_is_valid: Tensor,
     num_slots: int,
     dtype: torch.dtype,
@@ -174,12 +173,12 @@ def tree_attention_mask(
     """Additive mask [1, 1, T, num_slots] with which one forward verifies the whole tree.
 
     Cache slots 0..P-1 hold the prefix, P..P+T-1 the tree's rows, the rest (a static cache's spare
-    room) is masked. A row sees the valid prefix and its own ancestors. `prefix_positions` [P] int64
-    are the prefix tokens' positions, `prefix_is_valid` [P] bool leaves out padding. The mask is
-    additive, 0 or the dtype's minimum: eager attention would *add* a boolean mask.
+    room) is masked. A row sees the valid prefix and its own ancestors; `prefix_is_valid` [P] bool
+    leaves out padding. The mask is additive, 0 or the dtype's minimum: eager attention would *add*
+    a boolean mask.
 
-    With `window` a row sees only keys less than `window` *positions* back. Positions, not slots:
-    siblings share a position and lie in different slots.
+    With `window` a row sees only keys less than `window` tokens back on its own path, where a node
+    of depth d counts as token P + d: siblings lie in different slots but are the same token away.
     """
     device = prefix_is_valid.device
     num_nodes, num_prefix = shape.num_nodes, prefix_is_valid.shape[0]
@@ -192,20 +191,13 @@ def tree_attention_mask(
     tree_slots = slice(num_prefix, num_prefix + num_nodes)
     is_visible[:, tree_slots] = shape.ancestry.to(device)
     if window is not None:
-        node_positions = tree_positions(shape, prefix_is_valid)
-        key_positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        key_positions[:num_prefix] = prefix_positions
-        key_positions[tree_slots] = node_positions
-        is_visible &= node_positions[:, None] - key_positions[None, :] < window
+        node_order = num_prefix + torch.tensor(shape.depths, device=device)
+        key_order = torch.arange(num_slots, device=device)
+        key_order[tree_slots] = node_order
+        is_visible &= node_order[:, None] - key_order[None, :] < window
     mask = torch.zeros(num_nodes, num_slots, dtype=dtype, device=device)
     mask.masked_fill_(~is_visible, torch.finfo(dtype).min)
     return mask[None, None]
-
-
-def tree_positions(shape: TreeShape, prefix_is_valid: Tensor) -> Tensor:
-    """[T] int64: the position of each node, the number of valid prefix tokens plus its depth."""
-    depths = torch.tensor(shape.depths, device=prefix_is_valid.device)
-    return prefix_is_valid.sum() + depths
 
 
 def best_first_nodes(path_probabilities: Sequence[float], num_nodes: int) -> list[int]:

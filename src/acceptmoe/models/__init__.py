@@ -1,0 +1,1 @@
+"""Adapters over Transformers models: sparse layers, routers, masks, caches."""

@@ -1,0 +1,362 @@
+"""`wrap`, `unwrap`, and what a wrapped model's `generate` does."""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import time
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.streamers import BaseStreamer
+
+from acceptmoe.decoding.emission import TokenEmitter
+from acceptmoe.decoding.loop import decode
+from acceptmoe.decoding.session import Session
+from acceptmoe.decoding.verify import Prefix
+from acceptmoe.drafting import Drafter, load_drafter
+from acceptmoe.errors import (
+    InvalidArgumentError,
+    TableError,
+    UnsupportedGenerateError,
+    WrapStateError,
+)
+from acceptmoe.models.adapter import MoEAdapter, cache_keyword
+from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
+from acceptmoe.models.patching import self_check
+from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
+from acceptmoe.table import CommitmentTable, config_fingerprint
+from acceptmoe.tree import MAX_NODES
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+"""The class of the model that goes into `wrap` and comes out again."""
+
+
+def wrap(
+    model: Model,
+    table: CommitmentTable | str | os.PathLike[str] | None = None,
+    *,
+    drafter: Drafter | PreTrainedModel | str | os.PathLike[str] = "ngram",
+    policy: RoutingPolicy | str | None = None,
+    num_nodes: int = 32,
+    max_depth: int = 5,
+    allow_table_mismatch: bool = False,
+) -> Model:
+    """`model` itself, whose `generate` now decodes by speculative trees on few experts.
+
+    Only this instance changes, and `unwrap` undoes it. Forwards outside `generate` stay bit for bit
+    what they were. Counts are at `model.acceptmoe.report()`.
+
+    Args:
+        model: A supported mixture-of-experts causal language model of Transformers.
+        table: The `CommitmentTable` of this target and drafter, its path, or a shipped table's
+            name. None is allowed where the policy reads none (`policy="natural"`).
+        drafter: "ngram" (prompt lookup, no weights), a causal language model with the target's
+            vocabulary, a checkpoint folder, or any `Drafter`.
+        policy: "accept" (the default: path-aware commitment), "accept-depth" (the rule of
+            arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
+        num_nodes: Largest number of rows of a verification block, the root included.
+        max_depth: Largest number of drafted tokens on one path.
+        allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
+            its table was not made for.
+
+    Raises:
+        UnsupportedModelError: The model's family or configuration cannot be verified as a tree.
+        TableError: The table is missing, damaged, or made for something else.
+        DrafterError: The drafter does not fit the target.
+        InvalidArgumentError: A number or name is out of range.
+        WrapStateError: The model is wrapped already.
+        SelfCheckError: The routers could not be recomputed exactly.
+    """
+    if isinstance(model, AcceptMoEMixin):
+        raise WrapStateError(
+            "the model is wrapped already; call acceptmoe.unwrap(model) first to wrap it anew"
+        )
+    adapter = MoEAdapter(model)
+    check_tree_limits(num_nodes, max_depth)
+    chosen_policy = load_policy(policy)
+    chosen_drafter = load_drafter(drafter)
+    chosen_drafter.check_target(model)
+    chosen_table = _load_table(table, chosen_policy)
+    if chosen_table is not None:
+        chosen_table.check(
+            target_fingerprint=config_fingerprint(model.config),
+            target=type(model).__name__,
+            drafter=chosen_drafter.name,
+            num_nodes=num_nodes,
+            max_depth=max_depth,
+            needs_depths=chosen_policy.reads_depths,
+            allow_mismatch=allow_table_mismatch,
+        )
+    self_check(model, adapter)
+    session = Session.attach(
+        model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
+    )
+    model.acceptmoe = session
+    model.__class__ = _wrapped_class(type(model))
+    return model
+
+
+def unwrap(model: Model) -> Model:
+    """`model` as it was before `wrap`: its class, hooks, attributes and outputs.
+
+    Raises `WrapStateError` when it is not wrapped.
+    """
+    if not isinstance(model, AcceptMoEMixin):
+        raise WrapStateError(
+            f"this {type(model).__name__} is not wrapped; acceptmoe.wrap(model, table) does it"
+        )
+    with model.acceptmoe.lock:  # a running generate ends first
+        model.acceptmoe.detach()
+        model.__class__ = model._unwrapped_class
+        del model.acceptmoe
+    return cast(Model, model)
+
+
+def check_tree_limits(num_nodes: int, max_depth: int) -> None:
+    """Raise `InvalidArgumentError` unless both are whole numbers that make a tree."""
+    for name, value in (("num_nodes", num_nodes), ("max_depth", max_depth)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+            raise InvalidArgumentError(
+                f"{name} is {value!r}; it must be a whole number from 1 to {MAX_NODES}"
+            )
+
+
+def _load_table(
+    table: CommitmentTable | str | os.PathLike[str] | None, policy: RoutingPolicy
+) -> CommitmentTable | None:
+    if isinstance(table, CommitmentTable):
+        return table
+    if isinstance(table, (str, os.PathLike)):
+        return CommitmentTable.load(table)
+    if table is not None:
+        raise InvalidArgumentError(
+            f"table is a {type(table).__name__}; it must be a CommitmentTable, a path, the name of "
+            "a shipped table, or None"
+        )
+    if policy.reads_table:
+        free = ", ".join(name for name, kind in POLICIES.items() if not kind().reads_table)
+        raise TableError(
+            f"policy {policy.name!r} reads a commitment table and table is None; make one with "
+            f"'acceptmoe calibrate', or choose a policy that needs none ({free})"
+        )
+    return None
+
+
+class AcceptMoEMixin:
+    """The part of a wrapped model's class that replaces its ways of generating.
+
+    It enters through the methods to which Transformers' `generate` hands over once it has prepared
+    everything, so that all of its keywords keep their meaning.
+    """
+
+    acceptmoe: Session
+    _unwrapped_class: type[Any]
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' `generate`; keywords that do not go with draft trees are refused."""
+        check_inputs(inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+        with self.acceptmoe.lock:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, mode_kwargs: Any
+    ) -> None:
+        check_generation_config(generation_mode, generation_config, mode_kwargs)
+        super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)  # type: ignore[misc]
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        model = cast(PreTrainedModel, self)
+        keyword = cache_keyword(model)
+        cache = model_kwargs.get(keyword)
+        if cache is None:
+            headroom = max_cache_length + self.acceptmoe.num_nodes
+            model_kwargs[keyword] = make_cache(
+                generation_config.cache_implementation,
+                model.config,
+                max(headroom, getattr(generation_config, "max_cache_len", None) or 0),
+            )
+            return
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        check_cache(cache)
+        capacity = cache_capacity(cache)
+        if capacity is not None and capacity < max_cache_length:
+            raise UnsupportedGenerateError(
+                f"the static cache has {capacity} slots and this call may need {max_cache_length}; "
+                f"give it {max_cache_length + self.acceptmoe.num_nodes}, room for a draft tree "
+                "included"
+            )
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        model, session = cast(PreTrainedModel, self), self.acceptmoe
+        check_batch(input_ids)
+        keyword = session.adapter.cache_keyword
+        cache = model_kwargs[keyword]
+        returns_dict = generation_config.return_dict_in_generate
+        emitter = TokenEmitter(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            streamer,
+            keeps_scores=bool(returns_dict and generation_config.output_scores),
+            keeps_logits=bool(returns_dict and generation_config.output_logits),
+        )
+        # Read before the prefill: a chunked one takes both out of the keywords.
+        attention_mask = model_kwargs.get("attention_mask")
+        next_position = int(model_kwargs["position_ids"][0, -1]) + 1
+        start = time.perf_counter()
+        with session.tap.recording():
+            prefill = self._prefill(input_ids, generation_config, model_kwargs)  # type: ignore[attr-defined]
+        session.statistics.num_prompts += 1
+        session.statistics.prefill_s += time.perf_counter() - start
+        num_cached = num_cached_tokens(cache)
+        is_valid = torch.ones(num_cached, dtype=torch.bool, device=input_ids.device)
+        if attention_mask is not None:
+            is_valid = attention_mask[0, :num_cached].bool()
+        decode(
+            model,
+            session,
+            emitter,
+            cache,
+            Prefix(is_valid, next_position),
+            prefill.logits[:, -1],
+            session.tap.features,
+            stopping_criteria.max_length or input_ids.shape[1] + MAX_NODES,
+        )
+        emitter.end()
+        if not returns_dict:
+            return emitter.input_ids
+        return GenerateDecoderOnlyOutput(
+            sequences=emitter.input_ids,
+            scores=None if emitter.scores is None else tuple(emitter.scores),
+            logits=None if emitter.logits is None else tuple(emitter.logits),
+            **cast(Any, {keyword: cache}),
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copying and pickling by the importable base class; the wrapped one is made again."""
+        parts = super().__reduce_ex__(protocol)
+        return (_rebuild_wrapped, (self._unwrapped_class,), *parts[2:])
+
+
+def _wrapped_class(base: type[Any]) -> type[Any]:
+    """A class that answers to `base`'s name, so that what goes by the name keeps working."""
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "_unwrapped_class": base,
+    }
+    return type(base.__name__, (AcceptMoEMixin, base), namespace)
+
+
+def _rebuild_wrapped(base: type[Any]) -> Any:
+    return copyreg.__newobj__(_wrapped_class(base))  # type: ignore[attr-defined]
+
+
+def check_inputs(input_ids: Any, kwargs: dict[str, Any]) -> None:
+    """Raise at the door for inputs and entry points that never reach tree decoding."""
+    if kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedGenerateError(
+            "inputs_embeds was given; drafters need the prompt's tokens, pass input_ids"
+        )
+    if kwargs.get("custom_generate") is not None:
+        raise UnsupportedGenerateError(
+            "custom_generate would replace tree decoding; call acceptmoe.unwrap(model) first to "
+            "use it"
+        )
+    if kwargs.get("cache_implementation") == "paged":
+        raise UnsupportedGenerateError(
+            "cache_implementation='paged' is continuous batching, which takes no draft trees; use "
+            "'dynamic' (the default) or 'static'"
+        )
+    if isinstance(input_ids, Tensor) and input_ids.numel() == 0:
+        raise InvalidArgumentError(
+            "the prompt is empty; give at least one token, for instance the tokenizer's BOS"
+        )
+    if isinstance(input_ids, Tensor):
+        check_batch(input_ids)
+
+
+def check_batch(input_ids: Tensor) -> None:
+    """Raise `UnsupportedGenerateError` unless there is one sequence."""
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        raise UnsupportedGenerateError(
+            f"input_ids has shape {tuple(input_ids.shape)}; a wrapped model generates one sequence "
+            "at a time, [1, length] (batches and num_return_sequences > 1 are not supported yet)"
+        )
+
+
+def check_generation_config(
+    mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]
+) -> None:
+    """Raise `UnsupportedGenerateError` for every setting that tree decoding would not honour."""
+    if mode_kwargs.get("assistant_model") is not None:
+        raise UnsupportedGenerateError(
+            "assistant_model was given to generate; give it to wrap: "
+            "acceptmoe.wrap(model, table, drafter=assistant_model)"
+        )
+    if config.prompt_lookup_num_tokens is not None:
+        raise UnsupportedGenerateError(
+            "prompt_lookup_num_tokens was given; acceptmoe.wrap(model, table, drafter='ngram') is "
+            "prompt lookup by trees"
+        )
+    if config.num_beams is not None and config.num_beams > 1:
+        raise UnsupportedGenerateError(
+            f"num_beams is {config.num_beams}; it must be 1, a wrapped model decodes greedily"
+        )
+    if config.do_sample:
+        raise UnsupportedGenerateError(
+            "do_sample is True; a wrapped model decodes greedily, pass do_sample=False "
+            "(sampling is not supported yet)"
+        )
+    if mode != GenerationMode.GREEDY_SEARCH:
+        raise UnsupportedGenerateError(
+            f"these settings ask for {mode.value}; a wrapped model does greedy search only"
+        )
+    if (config.num_return_sequences or 1) > 1:
+        raise UnsupportedGenerateError(
+            f"num_return_sequences is {config.num_return_sequences}; it must be 1, greedy search "
+            "gives one sequence"
+        )
+    if config.use_cache is False:
+        raise UnsupportedGenerateError(
+            "use_cache is False; tree verification keeps the accepted path in the cache, "
+            "leave it on"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise UnsupportedGenerateError(
+                f"{name} is True; its rows would be those of draft trees. Run the model itself on "
+                "the finished text for them"
+            )
+    if mode_kwargs.get("synced_gpus"):
+        raise UnsupportedGenerateError(
+            "synced_gpus is True; a wrapped model decodes in one process only"
+        )

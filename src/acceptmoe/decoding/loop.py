@@ -1,0 +1,101 @@
+"""The decode loop: draft, select and verify, accept, commit."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from acceptmoe.decoding.acceptance import accept_greedy
+from acceptmoe.decoding.emission import TokenEmitter
+from acceptmoe.decoding.session import Session
+from acceptmoe.decoding.verify import Prefix, Verifier
+from acceptmoe.drafting.drafter import Drafter
+from acceptmoe.errors import DrafterError
+from acceptmoe.models.kv import cache_capacity, keep_path
+from acceptmoe.tree import DraftTree, sibling_tokens_are_distinct
+
+
+def decode(
+    model: PreTrainedModel,
+    session: Session,
+    emitter: TokenEmitter,
+    cache: Cache,
+    prefix: Prefix,
+    first_logits: Tensor,
+    first_features: Tensor | None,
+    max_length: int,
+) -> None:
+    """Emit tokens until a criterion says stop.
+
+    The prompt is in `cache` already: `first_logits` [1, V] follow its last token, and
+    `first_features` [P', F] are the target's states at its last P' tokens. Nothing is drafted that
+    could only be emitted beyond `max_length` tokens.
+    """
+    drafter, statistics = session.drafter, session.statistics
+    verifier = Verifier(model, session.adapter, session.patch, session.tap, session.table)
+    prompt = emitter.input_ids[0]
+    emitter.begin_block(first_logits)
+    root = emitter.next_token(0)
+    is_finished = emitter.emit(root)
+    statistics.num_tokens += 1
+    if is_finished:
+        return
+    drafter.start(prompt, root, first_features)
+    clock = time.perf_counter
+    while not is_finished:
+        start = clock()
+        tree = draft(session, root, max_length - emitter.input_ids.shape[1], cache, prefix)
+        drafted = clock()
+        block = verifier.verify(tree, cache, prefix)
+        emitter.begin_block(block.logits)
+        verified = clock()
+        path = accept_greedy(tree, emitter.next_token, emitter.emit)
+        keep_path(cache, prefix.length, path.nodes)
+        prefix = prefix.extended(len(path.nodes))
+        root, is_finished = path.tokens[-1], path.is_finished
+        if not is_finished:
+            features = None if block.features is None else block.features[list(path.nodes)]
+            drafter.extend(list(path.tokens), features)
+        for observe in session.observers:
+            observe(tree, path.nodes)
+        statistics.count_block(tree.num_nodes, len(path.tokens))
+        statistics.draft_s += drafted - start
+        statistics.verify_s += verified - drafted
+        statistics.commit_s += clock() - verified
+
+
+def draft(session: Session, root: int, num_wanted: int, cache: Cache, prefix: Prefix) -> DraftTree:
+    """The drafter's proposal, no larger than what can still be emitted and what the cache holds."""
+    capacity = cache_capacity(cache)
+    num_nodes = session.num_nodes
+    if capacity is not None:
+        num_nodes = min(num_nodes, capacity - prefix.length)
+    max_depth = min(session.max_depth, num_wanted - 1)
+    if num_nodes <= 1 or max_depth < 1:
+        return DraftTree.root_only(root)
+    tree = session.drafter.propose(num_nodes, max_depth)
+    check_proposal(session.drafter, tree, root, num_nodes, max_depth)
+    return tree
+
+
+def check_proposal(
+    drafter: Drafter, tree: DraftTree, root: int, num_nodes: int, max_depth: int
+) -> None:
+    """Raise `DrafterError` when a drafter breaks its promise; anybody can write one."""
+    if tree.tokens[0] != root:
+        raise DrafterError(
+            f"the drafter {drafter.name!r} proposed a tree with root {tree.tokens[0]}; "
+            f"the last committed token is {root}"
+        )
+    if tree.num_nodes > num_nodes or tree.shape.max_depth > max_depth:
+        raise DrafterError(
+            f"the drafter {drafter.name!r} proposed {tree.num_nodes} nodes of depth "
+            f"{tree.shape.max_depth}; it was asked for at most {num_nodes} of depth {max_depth}"
+        )
+    if not sibling_tokens_are_distinct(tree):
+        raise DrafterError(
+            f"the drafter {drafter.name!r} proposed the same token twice after one node; "
+            "only the first could ever be accepted"
+        )

@@ -1,0 +1,92 @@
+"""Everything that `wrap` puts together for one model; `unwrap` takes it off again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from acceptmoe.decoding.statistics import DecodingStatistics
+from acceptmoe.drafting.drafter import Drafter
+from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.features import FeatureTap
+from acceptmoe.models.patching import RoutingPatch
+from acceptmoe.policies import RoutingPolicy
+from acceptmoe.table import CommitmentTable
+from acceptmoe.tree import DraftTree
+
+BlockObserver = Callable[[DraftTree, tuple[int, ...]], None]
+
+
+@dataclass
+class Session:
+    """One wrapped model: its policy, table and drafter, the hooks, the counts.
+
+    `observers` are called after every verification block with the tree and the committed nodes.
+    `lock` lets one `generate` at a time in; the drafter and the cache are its alone.
+    """
+
+    adapter: MoEAdapter
+    policy: RoutingPolicy
+    table: CommitmentTable | None
+    drafter: Drafter
+    num_nodes: int
+    max_depth: int
+    patch: RoutingPatch
+    tap: FeatureTap
+    statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
+    observers: list[BlockObserver] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def attach(
+        cls,
+        model: PreTrainedModel,
+        adapter: MoEAdapter,
+        policy: RoutingPolicy,
+        table: CommitmentTable | None,
+        drafter: Drafter,
+        num_nodes: int,
+        max_depth: int,
+    ) -> Session:
+        """Put the hooks on `model`; all checks must have passed."""
+        tap = FeatureTap(model, drafter.feature_boundaries)
+        patch = RoutingPatch(adapter, policy)
+        patch.attach()
+        return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap)
+
+    def detach(self) -> None:
+        """Take every hook off the model."""
+        self.patch.detach()
+        self.tap.detach()
+
+    def reset_statistics(self) -> None:
+        """Begin counting anew."""
+        self.statistics = DecodingStatistics()
+        self.patch.reset_counters()
+
+    def report(self) -> dict[str, Any]:
+        """What has been counted since `wrap` or `reset_statistics`; reads the device once."""
+        counts = self.patch.counters.read()
+        routing = vars(counts) if counts else dict.fromkeys(type(self.patch.counters).FIELDS)
+        return {
+            "policy": self.policy.name,
+            "policy_params": self.policy.params(),
+            "drafter": self.drafter.name,
+            "num_nodes": self.num_nodes,
+            "max_depth": self.max_depth,
+            "num_experts": self.adapter.num_experts,
+            "experts_per_token": self.adapter.experts_per_token,
+            "num_sparse_layers": len(self.adapter.layers),
+            **self.statistics.read(),
+            **routing,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.Lock())  # a copied model has a lock of its own

@@ -1,0 +1,160 @@
+"""What the decode loop must know of a model: sparse layers, masks, whether it can be wrapped."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from acceptmoe.errors import UnsupportedModelError
+from acceptmoe.models.family import Family
+from acceptmoe.tree import TreeShape, tree_attention_mask
+
+FAMILIES = (
+    "deepseek_v3",
+    "dots1",
+    "glm4_moe",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+ADD_A_MODEL = 'See CONTRIBUTING.md, "Add a model"'
+
+
+def load_family(model_type: str) -> Family:
+    """The family of a `model_type`, or `UnsupportedModelError` when there is none."""
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"no adapter for model_type {model_type!r}; supported: {', '.join(FAMILIES)}. "
+            f"{ADD_A_MODEL}"
+        )
+    family: Family = importlib.import_module(f"acceptmoe.models.{model_type}").FAMILY
+    return family
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """One mixture-of-experts block: its place among the sparse layers and its two parts."""
+
+    index: int
+    name: str
+    router: nn.Module
+    experts: nn.Module
+
+
+class MoEAdapter:
+    """A model's sparse layers, attention masks and keyword names, checked to be wrappable.
+
+    Raises `UnsupportedModelError` for a model that cannot be verified as a tree, saying why.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedModelError(
+                f"got a {type(model).__name__}; wrap takes a Transformers causal language model, "
+                "for instance from AutoModelForCausalLM.from_pretrained"
+            )
+        check_not_recurrent(model)
+        self.family = load_family(model.config.model_type)
+        if type(model).__name__ != self.family.architecture:
+            raise UnsupportedModelError(
+                f"got a {type(model).__name__}; of {self.family.model_type} only "
+                f"{self.family.architecture} is supported, load the model with "
+                "AutoModelForCausalLM"
+            )
+        self._check_attention(model)
+        self.layers = find_sparse_layers(model, self.family)
+        for layer in self.layers:
+            _check_experts(layer)
+        self.num_experts = int(self.layers[0].router.num_experts)  # type: ignore[arg-type]
+        self.experts_per_token = int(self.layers[0].router.top_k)  # type: ignore[arg-type]
+        self.cache_keyword = cache_keyword(model)
+        self._mask_windows = _mask_windows(model, self.family)
+
+    def _check_attention(self, model: PreTrainedModel) -> None:
+        implementation = model.config._attn_implementation
+        if implementation not in self.family.attention:
+            raise UnsupportedModelError(
+                f"attn_implementation is {implementation!r}, which takes no tree mask; for "
+                f"{self.family.model_type} use {' or '.join(map(repr, self.family.attention))}: "
+                "from_pretrained(..., attn_implementation=...)"
+            )
+
+    def tree_masks(
+        self, shape: TreeShape, prefix_is_valid: Tensor, num_slots: int, dtype: torch.dtype
+    ) -> Tensor | dict[str, Tensor]:
+        """The `attention_mask` of a verification pass: one mask, or one for each layer type."""
+        masks = {
+            layer_type: tree_attention_mask(shape, prefix_is_valid, num_slots, dtype, window=window)
+            for layer_type, window in self._mask_windows.items()
+        }
+        return masks if self.family.masks == "by_layer_type" else masks["all"]
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """The name under which this Transformers version passes the cache to `forward`."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def check_not_recurrent(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModelError` for models whose state cannot hold several branches at once."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    if is_recurrent or getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has recurrent or convolutional layers; their single running "
+            "state would mix the branches of a draft tree. Only models whose layers all are "
+            "attention can be wrapped"
+        )
+
+
+def find_sparse_layers(model: PreTrainedModel, family: Family) -> tuple[SparseLayer, ...]:
+    """Every block with a router and experts, in the order of the decoder's layers."""
+    layers: list[SparseLayer] = []
+    for name, block in model.named_modules():
+        router, experts = getattr(block, family.router, None), getattr(block, family.experts, None)
+        if isinstance(router, nn.Module) and isinstance(experts, nn.Module):
+            layers.append(SparseLayer(len(layers), name, router, experts))
+    if not layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no sparse layer in this configuration; "
+            "a dense model has no experts to restrict"
+        )
+    return tuple(layers)
+
+
+def _check_experts(layer: SparseLayer) -> None:
+    if type(layer.experts).__name__ == "Mxfp4GptOssExperts":
+        raise UnsupportedModelError(
+            f"{layer.name} holds MXFP4 experts, whose block never calls its router module; load "
+            "the model dequantised: from_pretrained(..., quantization_config=Mxfp4Config("
+            "dequantize=True))"
+        )
+    if getattr(layer.experts, "_is_expert_parallel", False):
+        raise UnsupportedModelError(
+            f"the experts of {layer.name} are spread over devices (expert parallelism); "
+            "load the model on one device or with device_map"
+        )
+
+
+def _mask_windows(model: PreTrainedModel, family: Family) -> dict[str, int | None]:
+    """The sliding window of each mask that the decoder takes; None is full attention."""
+    config: Any = model.config
+    if family.masks == "single":
+        return {"all": getattr(config, "sliding_window", None)}
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    unknown = set(config.layer_types) - set(windows)
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer_types has {sorted(unknown)}; a tree mask exists for {sorted(windows)}"
+        )
+    return {layer_type: windows[layer_type] for layer_type in sorted(set(config.layer_types))}

@@ -1,0 +1,98 @@
+"""Per-layer counts of a model's verification passes, kept on the device and read when asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from acceptmoe.selection import BlockRows, RoutedBlock
+
+
+@dataclass(frozen=True)
+class RoutingCounts:
+    """Averages over passes, then over layers; experts per layer, masses as shares in [0, 1].
+
+    `natural_union` experts that the rows' own top-k touch, `eligible` the size of the eligible set,
+    `experts_used` those finally routed to, `excluded_mass` the commitment-weighted share of the
+    rows' own gates that lies outside the eligible set, `routed_pairs` row-expert pairs.
+    """
+
+    natural_union: float
+    eligible: float
+    experts_used: float
+    excluded_mass: float
+    routed_pairs: float
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """One layer's part in a verification pass; `eligible` is None when nothing was restricted."""
+
+    layer: int
+    block: RoutedBlock
+    eligible: Tensor | None
+    used_ids: Tensor
+
+
+class RoutingCounters:
+    """Sums over verification passes, on each layer's device; nothing is read before `read`.
+
+    A pass is counted at its end, all layers of a device at once: layer by layer the counting took
+    as many launches as the selection itself.
+    """
+
+    FIELDS = tuple(field.name for field in fields(RoutingCounts))
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.device, Tensor] = {}  # [5] fp64, over passes and layers
+        self._num_counted = 0  # passes times layers
+
+    def add_pass(self, layers: list[RoutedLayer]) -> None:
+        """Count one finished pass."""
+        devices = {routed.used_ids.device for routed in layers}
+        for device in devices:
+            here = [routed for routed in layers if routed.used_ids.device == device]
+            counts = _count(here)
+            total = self._sums.get(device)
+            self._sums[device] = counts if total is None else total.add_(counts)
+        self._num_counted += len(layers)
+
+    def read(self) -> RoutingCounts | None:
+        """The averages, or None before the first counted pass. Waits for the device."""
+        if not self._num_counted:
+            return None
+        total = sum((counts.cpu() for counts in self._sums.values()), torch.zeros(()))
+        return RoutingCounts(*(total / self._num_counted).tolist())
+
+
+def _count(layers: list[RoutedLayer]) -> Tensor:
+    """[5] fp64: the sums of `RoutingCounts`' fields over `layers`, all on one device."""
+    rows, num_experts = layers[0].block.rows, layers[0].block.num_experts
+    natural = _routed(
+        torch.stack([routed.block.natural_ids for routed in layers]), rows, num_experts
+    )
+    natural_union = natural.any(dim=1).sum()
+    eligible = [routed.eligible for routed in layers if routed.eligible is not None]
+    if eligible:
+        used = _routed(torch.stack([routed.used_ids for routed in layers]), rows, num_experts)
+        num_used = used.any(dim=1).sum()
+        is_eligible = torch.stack(eligible)
+        num_eligible = is_eligible.sum()
+        gates = torch.stack([routed.block.gates for routed in layers])
+        mass = (gates * natural * rows.path_commitment[:, None]).sum(dim=1)  # [L, E]
+        excluded = (mass.masked_fill(is_eligible, 0.0).sum(dim=1) / mass.sum(dim=1)).sum()
+    else:
+        num_used = natural_union
+        num_eligible = torch.full_like(natural_union, len(layers) * num_experts)
+        excluded = torch.zeros_like(natural_union)
+    pairs = rows.is_real.sum() * sum(routed.used_ids.shape[1] for routed in layers)
+    counts = (natural_union, num_eligible, num_used, excluded, pairs)
+    return torch.stack([count.double() for count in counts])
+
+
+def _routed(ids: Tensor, rows: BlockRows, num_experts: int) -> Tensor:
+    """[L, T, E] bool from ids [L, T, K]; padded rows are all False."""
+    mask = torch.zeros(*ids.shape[:2], num_experts, dtype=torch.bool, device=ids.device)
+    return mask.scatter_(2, ids, rows.is_real[None, :, None].expand(ids.shape))

@@ -1,0 +1,11 @@
+"""dots.llm1: the router of DeepSeek-V3; alternating sliding windows."""
+
+from acceptmoe.models.family import Family
+from acceptmoe.models.scoring import SigmoidBiasGroup
+
+FAMILY = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    scoring=SigmoidBiasGroup(),
+    masks="by_layer_type",
+)

@@ -1,0 +1,78 @@
+"""Key-value caches that hold a draft tree: made with room for it, compacted to one path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from acceptmoe.errors import UnsupportedGenerateError
+
+# Exact types only: a subclass may keep more per token (indexer keys) or move what lies in a slot.
+COMPACTABLE_LAYERS = (DynamicLayer, StaticLayer)
+CACHE_IMPLEMENTATIONS = (None, "dynamic", "static")
+
+
+def make_cache(implementation: str | None, config: PretrainedConfig, num_slots: int) -> Cache:
+    """A cache in which every layer keeps every token, also those with a sliding window.
+
+    A sliding layer drops what left its window as soon as it is written; draft nodes that are
+    rejected later would have pushed out context for good. The window is in the tree mask instead.
+    """
+    if implementation not in CACHE_IMPLEMENTATIONS:
+        raise UnsupportedGenerateError(
+            f"cache_implementation is {implementation!r}; a draft tree can be compacted in "
+            "'dynamic' (the default) and 'static' caches only"
+        )
+    if implementation == "static":
+        num_layers = config.get_text_config(decoder=True).num_hidden_layers
+        return Cache(layers=[StaticLayer(max_cache_len=num_slots) for _ in range(num_layers)])
+    return DynamicCache()
+
+
+def check_cache(cache: Cache) -> None:
+    """Raise `UnsupportedGenerateError` unless every layer can be compacted."""
+    for layer in cache.layers:
+        if type(layer) not in COMPACTABLE_LAYERS:
+            raise UnsupportedGenerateError(
+                f"the cache has a {type(layer).__name__}; a draft tree can be compacted in "
+                f"{' and '.join(kind.__name__ for kind in COMPACTABLE_LAYERS)} only. Pass "
+                "DynamicCache() without a config, or no cache"
+            )
+
+
+def cache_capacity(cache: Cache) -> int | None:
+    """Slots of a static cache; None where the cache grows."""
+    sizes = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
+    return min(sizes) if sizes else None
+
+
+def num_cached_tokens(cache: Cache) -> int:
+    """Tokens in the cache, read to the host at once: a static cache returns its live counter."""
+    return int(cache.get_seq_length())
+
+
+def keep_path(cache: Cache, prefix_length: int, nodes: Sequence[int]) -> None:
+    """Keep the first `prefix_length` slots and the tree's `nodes`, in that order; drop the rest.
+
+    `nodes` are node ids of one path (ascending); node t lies in slot `prefix_length + t`.
+    """
+    kept = prefix_length + len(nodes)
+    is_in_place = tuple(nodes) == tuple(range(len(nodes)))
+    for layer in cache.layers:
+        if not is_in_place:
+            source = torch.tensor(nodes, device=layer.keys.device) + prefix_length
+            for states in (layer.keys, layer.values):
+                states[:, :, prefix_length:kept] = states.index_select(2, source)
+        if type(layer) is StaticLayer:
+            layer.cumulative_length.fill_(kept)  # in place: its address may be captured
+        else:
+            layer.keys = _narrow(layer.keys, kept)
+            layer.values = _narrow(layer.values, kept)
+
+
+def _narrow(states: Tensor, length: int) -> Tensor:
+    return states[:, :, :length]
