@@ -1,7 +1,7 @@
 """AcceptMoE: faster small-batch decoding of mixture-of-experts models by speculative trees.
 
-    model = acceptmoe.wrap(model, table)
-    model.generate(**inputs)
+model = acceptmoe.wrap(model, table)
+model.generate(**inputs)
 """
 
 from __future__ import annotations
