@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -100,7 +101,7 @@ def _load_assistant(folder: Path) -> Drafter:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, output_loading_info=True
         )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise DrafterError(
             f"the checkpoint in {folder} cannot be loaded ({error}); it must be complete, as "
             "save_pretrained writes it; copy it again"
