@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acceptmoe.drafting.eagle3_head import Eagle3Head, rotary_table
+from acceptmoe.models.features import decoder_modules
 
 STEP_DECAY = 0.8  # weight of step j is 0.8^j, as in EAGLE-3
 
@@ -32,15 +33,14 @@ def view_target(
 ) -> TargetView:
     """Run the target and keep its residual streams at `boundaries` (b enters layer b)."""
     kept: dict[int, Tensor] = {}
-    decoder = model.model
-    stops = [*decoder.layers, decoder.norm]  # the last boundary is the final norm's input
+    modules = decoder_modules(model)
     handles = []
     for boundary in boundaries:
 
         def keep(module: Any, args: Any, kwargs: Any, boundary: int = boundary) -> None:
             kept[boundary] = args[0] if args else kwargs["hidden_states"]
 
-        handles.append(stops[boundary].register_forward_pre_hook(keep, with_kwargs=True))
+        handles.append(modules[boundary].register_forward_pre_hook(keep, with_kwargs=True))
     try:
         output = model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
