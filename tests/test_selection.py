@@ -29,7 +29,6 @@ from acceptmoe.selection import (
     select_eligible,
 )
 
-
 EVERY_POLICY = (
     "natural",
     "accept",
