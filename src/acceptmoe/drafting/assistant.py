@@ -9,6 +9,7 @@ r * M to r * M + M - 1, so the parent of a candidate is a division away and need
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
