@@ -31,15 +31,31 @@ class Sample:
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """Samples padded on the right; `is_scored[b, s]`: the token after s is of the completion."""
+    """Samples padded on the right, and where their completions lie."""
 
     input_ids: Tensor  # [B, S] int64
     attention_mask: Tensor  # [B, S] int64
-    is_scored: Tensor  # [B, S] bool
+    prompt_lengths: Tensor  # [B] int64
+    completion_lengths: Tensor  # [B] int64
 
     @property
     def num_tokens(self) -> int:
         return int(self.attention_mask.sum())
+
+    def row_positions(self) -> Tensor:
+        """[B, R] int64: positions of the states from which a draft can begin.
+
+        R is the longest completion less one. The first is the last position of the prompt: the
+        completion's first token is the root of the first tree, so what it predicts is the second.
+        """
+        rows = torch.arange(max(int(self.completion_lengths.max()) - 1, 1))
+        positions = self.prompt_lengths[:, None] - 1 + rows
+        return positions.clamp(max=self.input_ids.shape[1] - 2)
+
+    def is_row(self) -> Tensor:
+        """[B, R] bool: False where a completion is shorter than the longest."""
+        rows = torch.arange(self.row_positions().shape[1])
+        return rows < self.completion_lengths[:, None] - 1
 
 
 def reference_samples(
@@ -106,9 +122,12 @@ def padded(samples: Sequence[Sample], pad_id: int) -> HeadBatch:
     longest = max(len(sample) for sample in samples)
     input_ids = torch.full((len(samples), longest), pad_id)
     attention_mask = torch.zeros_like(input_ids)
-    is_scored = torch.zeros(len(samples), longest, dtype=torch.bool)
     for row, sample in enumerate(samples):
         input_ids[row, : len(sample)] = torch.tensor(sample.prompt + sample.completion)
         attention_mask[row, : len(sample)] = 1
-        is_scored[row, len(sample.prompt) - 1 : len(sample) - 1] = True
-    return HeadBatch(input_ids, attention_mask, is_scored)
+    return HeadBatch(
+        input_ids,
+        attention_mask,
+        torch.tensor([len(sample.prompt) for sample in samples]),
+        torch.tensor([len(sample.completion) for sample in samples]),
+    )

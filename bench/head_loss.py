@@ -1,7 +1,11 @@
 """Training-time test: the head is trained on its own states, step after step.
 
-Axes: B sequences, S positions, G feature width, H hidden size, V and D tokens of the target's and
-the draft vocabulary, C key-value heads, g query heads of each, d their dimension.
+Axes: B sequences, S positions, R rows of a sequence that are trained, G feature width, H hidden
+size, V and D tokens of the target's and the draft vocabulary, C key-value heads, g query heads of
+each, d their dimension.
+
+Only rows where a draft can begin are trained: row r pairs the state at position P - 1 + r with the
+token after it, P being the length of the prompt. The prompt gives keys and values, nothing else.
 """
 
 from dataclasses import dataclass
@@ -21,10 +25,14 @@ STEP_DECAY = 0.8  # weight of step j is 0.8^j, as in EAGLE-3
 
 @dataclass(frozen=True)
 class TargetView:
-    """What one pass of the frozen target gives to training."""
+    """What one pass of the frozen target gives to training.
+
+    `logits[b, r]` are the target's at the position that row r predicts in step 0, P + r; in step j
+    row r predicts as `logits[b, r + j]` do.
+    """
 
     features: Tensor  # [B, S, G]
-    logits: Tensor  # [B, S, V]
+    logits: Tensor  # [B, R, V]
 
 
 @torch.no_grad()
@@ -42,13 +50,15 @@ def view_target(
 
         handles.append(modules[boundary].register_forward_pre_hook(keep, with_kwargs=True))
     try:
-        output = model(
+        hidden = model.base_model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        )
+        ).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()
-    return TargetView(torch.cat([kept[b] for b in boundaries], dim=-1), output.logits)
+    predicted = batch.row_positions() + 1
+    logits = model.get_output_embeddings()(take_rows(hidden, predicted))
+    return TargetView(torch.cat([kept[b] for b in boundaries], dim=-1), logits)
 
 
 @dataclass(frozen=True)
@@ -70,73 +80,91 @@ def step_losses(
 ) -> StepLosses:
     """Losses and agreement of `num_steps` steps.
 
-    A row is scored where the target predicts a completion token. Its loss is the cross-entropy
-    against the target's distribution, restricted to the draft vocabulary and renormalised; it is
-    left out where the target's argmax is outside that vocabulary, and counted as a disagreement.
+    A row's loss is the cross-entropy against the target's distribution, restricted to the draft
+    vocabulary and renormalised. It is left out where the target's argmax is outside that
+    vocabulary, and counted as a disagreement.
     """
-    # Row i pairs the state at i with token i + 1, where a draft may begin: in the completion.
-    is_start = is_scored = batch.is_scored
+    best = view.logits.argmax(-1)  # [B, R]
     token_ids = head.token_ids
+    if token_ids is None:
+        wanted, can_learn = view.logits.softmax(-1), torch.ones_like(best, dtype=torch.bool)
+        draft_best = best
+    else:
+        wanted = view.logits[..., token_ids].softmax(-1)
+        can_learn = torch.isin(best, token_ids)
+        # Draft vocabularies ascend; where the token is not in it, the place found means nothing.
+        draft_best = torch.searchsorted(token_ids, best)
+    is_row = batch.is_row()
+    num_rows = is_row.shape[1]
     losses, agreed, rows = [], [], []
     for step, hidden in enumerate(unrolled(head, embedding, view.features, batch, num_steps)):
-        shift = step + 1  # row i predicts as the target does at position i + shift
-        is_row = is_start[:, : is_scored.shape[1] - shift] & is_scored[:, shift:]
-        wanted = view.logits[:, shift:][is_row]  # [N, V]
-        best = wanted.argmax(-1)
-        logits = head.lm_head(head.normalize(hidden[:, : is_scored.shape[1] - shift][is_row]))
-        guessed = logits.argmax(-1)
-        if token_ids is not None:
-            guessed = token_ids[guessed]
-            wanted = wanted[:, token_ids]
-            can_learn = torch.isin(best, token_ids)
-            logits, wanted = logits[can_learn], wanted[can_learn]
-        losses.append(F.cross_entropy(logits, wanted.softmax(-1)))
-        agreed.append(int((guessed == best).sum()))
-        rows.append(len(best))
+        later = slice(
+            step, num_rows
+        )  # what row r predicts in this step, row r + step did in step 0
+        is_scored = is_row[:, later]
+        is_learnt = is_scored & can_learn[:, later]
+        logits = head.lm_head(head.normalize(hidden[:, : num_rows - step][is_learnt]))
+        losses.append(F.cross_entropy(logits, wanted[:, later][is_learnt]))
+        agreed.append(int((logits.argmax(-1) == draft_best[:, later][is_learnt]).sum()))
+        rows.append(int(is_scored.sum()))
     return StepLosses(losses, rows, agreed)
 
 
 def unrolled(
     head: Eagle3Head, embedding: Tensor, features: Tensor, batch: HeadBatch, num_steps: int
 ) -> list[Tensor]:
-    """The head's output [B, S, H] at each step; step j reads its own states of step j - 1.
+    """The head's output [B, R, H] at each step; step j reads its own states of step j - 1.
 
-    At step j row i holds token i + 1 + j at rotary position i + j. It attends to the step-0 rows
-    up to i, whose states are true, and to its own rows of steps 1..j: that is what a draft sees.
+    At step j the row at position i holds token i + 1 + j at rotary position i + j. It attends to
+    the step-0 pairs up to i, whose states are true, and to its own of steps 1..j: that is what a
+    draft sees.
     """
     num_positions = batch.input_ids.shape[1]
+    positions = batch.row_positions()
     cos, sin = rotary_table(head.config, num_positions + num_steps, head.device, head.dtype)
+    text = F.pad(batch.input_ids, (0, num_steps + 1))
+
     states = head.fuse(features)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    embeddings = F.embedding(text[:, 1 : num_positions + 1], embedding)
+    q, k, v, residual = head.project(embeddings, states, cos[:num_positions], sin[:num_positions])
+    keys, values = [k], [v]
+    q, residual = take_rows(q, positions), take_rows(residual, positions)
+    is_hidden = torch.arange(num_positions) > positions[..., None]  # [B, R, S]
     outputs = []
     for step in range(num_steps):
-        tokens = F.pad(batch.input_ids[:, step + 1 :], (0, step + 1))
-        positions = slice(step, step + num_positions)
-        embeddings = F.embedding(tokens, embedding)
-        q, k, v, residual = head.project(embeddings, states, cos[positions], sin[positions])
-        keys.append(k)
-        values.append(v)
-        hidden = head.complete(_attend_own_past(q, keys, values), residual)
+        if step:
+            embeddings = F.embedding(text.gather(1, positions + step + 1), embedding)
+            places = positions + step
+            q, k, v, residual = head.project(embeddings, states, cos[places], sin[places])
+            keys.append(k)
+            values.append(v)
+        hidden = head.complete(_attend_own_past(q, keys, values, is_hidden), residual)
         outputs.append(hidden)
         states = head.normalize(hidden) if head.config.norm_output else hidden
     return outputs
 
 
-def _attend_own_past(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal over the first keys, and over the same row of the later ones; [B, S, A * d].
+def take_rows(x: Tensor, positions: Tensor) -> Tensor:
+    """[B, S, ...] at `positions` [B, R]: [B, R, ...]."""
+    return x[torch.arange(len(x))[:, None], positions]
 
-    `q` is [B, S, A, d], each of `keys` and `values` [B, S, C, d].
+
+def _attend_own_past(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], is_hidden: Tensor
+) -> Tensor:
+    """Attention to the first keys, and to the same row of the later ones; [B, R, A * d].
+
+    `q` is [B, R, A, d]; the first of `keys` and `values` is [B, S, C, d], the others [B, R, C, d];
+    `is_hidden` [B, R, S] bool says which of the first are out of sight.
     """
-    batch, length, num_heads, head_dim = q.shape
-    num_kv_heads = keys[0].shape[2]
-    q = q.reshape(batch, length, num_kv_heads, -1, head_dim) * head_dim**-0.5
-    scores = torch.einsum("bqcgd,bkcd->bcgqk", q, keys[0])
-    is_later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-    scores = scores.masked_fill(is_later, torch.finfo(q.dtype).min)
-    own = [torch.einsum("bqcgd,bqcd->bcgq", q, k)[..., None] for k in keys[1:]]
+    batch, num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, num_first = keys[0].shape[2], keys[0].shape[1]
+    q = q.reshape(batch, num_rows, num_kv_heads, -1, head_dim) * head_dim**-0.5
+    scores = torch.einsum("brcgd,bkcd->bcgrk", q, keys[0])
+    scores = scores.masked_fill(is_hidden[:, None, None], torch.finfo(q.dtype).min)
+    own = [torch.einsum("brcgd,brcd->bcgr", q, k)[..., None] for k in keys[1:]]
     weights = torch.cat([scores, *own], dim=-1).softmax(-1)
-    out = torch.einsum("bcgqk,bkcd->bqcgd", weights[..., :length], values[0])
+    out = torch.einsum("bcgrk,bkcd->brcgd", weights[..., :num_first], values[0])
     for j, v in enumerate(values[1:]):
-        out = out + torch.einsum("bcgq,bqcd->bqcgd", weights[..., length + j], v)
-    return out.reshape(batch, length, num_heads * head_dim)
+        out = out + torch.einsum("bcgr,brcd->brcgd", weights[..., num_first + j], v)
+    return out.reshape(batch, num_rows, num_heads * head_dim)

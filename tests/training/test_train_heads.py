@@ -10,7 +10,7 @@ from eagle3_fixtures import random_head, small_target
 from eagle3_oracle import OracleDrafter
 from head_acceptance import accepted_lengths
 from head_data import HeadBatch, Sample, batches_of_epoch, frequent_tokens, padded
-from head_loss import TargetView, step_losses, unrolled, view_target
+from head_loss import TargetView, step_losses, take_rows, unrolled, view_target
 from torch import Tensor
 from train_heads import Training, head_config, new_head, parse, train
 from transformers import PreTrainedModel
@@ -41,23 +41,23 @@ def test_training_steps_compute_what_a_draft_computes(norm_output: bool, tmp_pat
     batch = padded(random_samples(2, seed=4), pad_id=0)
     features = torch.randn(*batch.input_ids.shape, 60, generator=torch.Generator().manual_seed(5))
     outputs = unrolled(head, EMBEDDING, features, batch, num_steps=3)
-    for row, start in ((0, 1), (0, 5), (1, 3)):
+    positions = batch.row_positions()
+    for row, place in ((0, 0), (0, 4), (1, 2)):
+        start = int(positions[row, place])
         text = batch.input_ids[row].tolist()
         states = [oracle.fuse(feature) for feature in features[row, : start + 1]]
         tokens = text[1 : start + 2]
         for step in range(3):
             hidden = oracle.layer(states, tokens)
-            torch.testing.assert_close(outputs[step][row, start], hidden, rtol=0, atol=1e-4)
+            torch.testing.assert_close(outputs[step][row, place], hidden, rtol=0, atol=1e-4)
             states.append(oracle.norm(hidden, "norm.weight") if norm_output else hidden)
             tokens.append(text[start + 2 + step])
 
 
 def test_rows_are_scored_inside_the_completion_only() -> None:
     batch = padded([Sample([1, 2, 3], [4, 5, 6, 7]), Sample([1], [2, 3])], pad_id=0)
-    assert batch.is_scored.tolist() == [
-        [False] * 2 + [True] * 4 + [False],
-        [True] * 2 + [False] * 5,
-    ]
+    assert batch.row_positions().tolist() == [[2, 3, 4], [0, 1, 2]]
+    assert batch.is_row().tolist() == [[True] * 3, [True, False, False]]
     view = view_target(TARGET, (2, 3, 4), batch)
     losses = step_losses(random_head(), EMBEDDING, view, batch, num_steps=4)
     # The first token of a completion is the target's own; each step after it predicts one later.
@@ -67,14 +67,14 @@ def test_rows_are_scored_inside_the_completion_only() -> None:
 def test_a_target_token_outside_the_draft_vocabulary_gives_no_loss_but_counts() -> None:
     head = random_head()
     batch = padded([Sample([1, 2], [3, 4, 5])], pad_id=0)
-    logits = torch.zeros(1, 5, 61)
+    logits = torch.zeros(1, 2, 61)
     known = set(head.token_ids.tolist())
     unknown = next(token for token in range(61) if token not in known)
     logits[..., unknown] = 9.0
-    logits[0, 2, head.token_ids[7]] = 99.0  # the only position that can be learnt
+    logits[0, 0, head.token_ids[7]] = 99.0  # the only row that can be learnt
     features = torch.randn(1, 5, 60, generator=torch.Generator().manual_seed(0))
     losses = step_losses(head, EMBEDDING, TargetView(features, logits), batch, num_steps=1)
-    hidden = unrolled(head, EMBEDDING, features, batch, 1)[0][0, 1]
+    hidden = unrolled(head, EMBEDDING, features, batch, 1)[0][0, 0]
     expected = -head.lm_head(head.normalize(hidden)).log_softmax(-1)[7]
     torch.testing.assert_close(losses.losses[0], expected)
     assert losses.rows == [2]
@@ -89,7 +89,8 @@ def test_features_are_the_residual_streams_entering_the_layers() -> None:
     assert torch.equal(first, output.hidden_states[0])
     assert torch.equal(middle, output.hidden_states[3])
     assert torch.equal(TARGET.model.norm(last), output.hidden_states[5])
-    assert torch.equal(view.logits, output.logits)
+    predicted = take_rows(output.logits, batch.row_positions() + 1)
+    torch.testing.assert_close(view.logits, predicted)
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
@@ -103,7 +104,9 @@ def test_an_epoch_holds_every_sample_once() -> None:
     batches = list(batches_of_epoch(samples, 4, pad_id=0, seed=1, epoch=2))
     assert sum(len(batch.input_ids) for batch in batches) == 23
     assert sum(batch.num_tokens for batch in batches) == sum(map(len, samples))
-    assert sum(int(b.is_scored.sum()) for b in batches) == sum(len(s.completion) for s in samples)
+    assert sum(int(b.is_row().sum()) for b in batches) == sum(
+        len(s.completion) - 1 for s in samples
+    )
 
 
 def trained(file: Path, stops: list[int], arguments: list[str]) -> Tensor:
