@@ -67,7 +67,7 @@ class ModelDrafter(ScriptedDrafter):
 
     name = "assistant"
 
-    def __init__(self, model: PreTrainedModel, num_children: int = 2, frontier: int = 3) -> None:
+    def __init__(self, model: PreTrainedModel, num_children: int = 2, frontier: int = 2) -> None:
         super().__init__(self._propose)
         self.model, self.num_children, self.frontier = model, num_children, frontier
 
@@ -77,7 +77,7 @@ class ModelDrafter(ScriptedDrafter):
         level: list[tuple[int, list[int]]] = [(0, [])]
         for _ in range(max_depth):
             ids = torch.tensor([text + path for _, path in level])
-            likely = self.model(ids).logits[:, -1].softmax(-1).topk(self.num_children)
+            likely = self.model(ids, logits_to_keep=1).logits[:, -1].softmax(-1).topk(self.num_children)
             grown = []
             for (node, path), p, children in zip(
                 level, likely.values.tolist(), likely.indices.tolist(), strict=True
