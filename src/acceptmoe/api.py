@@ -262,8 +262,8 @@ class AcceptMoEMixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copying and pickling by the importable base class; the wrapped one is made again."""
-        _, _, state, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        return (_rebuild_wrapped, (self._unwrapped_class,), state, *rest)
+        parts = super().__reduce_ex__(protocol)
+        return (_rebuild_wrapped, (self._unwrapped_class,), *parts[2:])
 
 
 def _wrapped_class(base: type[Any]) -> type[Any]:

@@ -98,11 +98,9 @@ def demand(block: RoutedBlock, weights: Tensor) -> Tensor:
     `weights` [T] fp32 says how much each row counts. Experts outside a row's natural top-k get
     nothing from it (formula 3).
     """
-    weights = torch.where(block.rows.is_real, weights, 0.0)
-    wanted = block.gates.gather(1, block.natural_ids) * weights[:, None]
-    total = torch.zeros(block.num_experts, dtype=wanted.dtype, device=wanted.device)
-    # A deterministic order of additions: index_add_ on CUDA would add in whatever order comes.
-    return total + torch.zeros_like(block.gates).scatter_(1, block.natural_ids, wanted).sum(dim=0)
+    wanted = routed_mask(block.natural_ids, block.rows.is_real, block.num_experts)
+    # A sum, not index_add_ and no product of matrices: the same order and precision everywhere.
+    return (block.gates * wanted * weights[:, None]).sum(dim=0)
 
 
 def anchors(block: RoutedBlock, is_anchor_row: Tensor | None = None) -> Tensor:
@@ -130,21 +128,18 @@ def effective_rank(mass: Tensor) -> Tensor:
     return torch.where(total > 0, entropy.exp(), torch.zeros_like(entropy))
 
 
-def rank_descending(values: Tensor) -> Tensor:
-    """[E] int64: each entry's place when sorted from large to small; the lower id wins a tie."""
-    order = torch.argsort(values, descending=True, stable=True)
-    places = torch.arange(values.shape[0], device=values.device)
-    return torch.empty_like(places).scatter_(0, order, places)
-
-
 def select_eligible(expert_demand: Tensor, anchored: Tensor) -> Tensor:
     """[E] bool: the anchors and the n others in most demand, n their effective rank (formula 5).
 
     `expert_demand` [E] fp32, `anchored` [E] bool. n never exceeds the experts with positive demand.
     """
-    rest = torch.where(anchored, 0.0, expert_demand)
+    rest = expert_demand.masked_fill(anchored, 0.0)
     size = torch.ceil(effective_rank(rest) - RANK_TOLERANCE)
-    return anchored | ((rank_descending(rest) < size) & (rest > 0))
+    # Stable, so that the lower id wins a tie.
+    ordered = torch.sort(rest, descending=True, stable=True)
+    place = torch.arange(rest.shape[0], device=rest.device)
+    enters = (place < size) & (ordered.values > 0)
+    return torch.scatter(anchored, 0, ordered.indices, enters | anchored[ordered.indices])
 
 
 def prune_nonresident(

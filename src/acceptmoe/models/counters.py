@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from acceptmoe.selection import BlockRows, RoutedBlock, routed_mask
+from acceptmoe.selection import BlockRows
 
 
 @dataclass(frozen=True)
@@ -26,47 +26,76 @@ class RoutingCounts:
     routed_pairs: float
 
 
+@dataclass(frozen=True)
+class RoutedLayer:
+    """One layer's part in a verification pass.
+
+    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `gates` [T, E]
+    and `eligible` [E] are None when nothing was restricted; both ids are the same then.
+    """
+
+    num_experts: int
+    natural_ids: Tensor
+    used_ids: Tensor
+    gates: Tensor | None = None
+    eligible: Tensor | None = None
+
+
 class RoutingCounters:
-    """Sums over verification passes, one device-side vector a layer; nothing is read in between."""
+    """Sums over verification passes, on each layer's device; nothing is read before `read`.
+
+    A pass is counted at its end, all layers of a device at once: layer by layer the counting took
+    as many launches as the selection itself.
+    """
 
     FIELDS = tuple(field.name for field in fields(RoutingCounts))
 
-    def __init__(self, num_layers: int) -> None:
-        self._sums: list[Tensor | None] = [None] * num_layers
-        self.num_passes = 0
+    def __init__(self) -> None:
+        self._sums: dict[torch.device, Tensor] = {}  # [5] fp64, over passes and layers
+        self._num_counted = 0  # passes times layers
 
-    def add(
-        self, layer: int, block: RoutedBlock, eligible: Tensor | None, used_ids: Tensor
-    ) -> None:
-        """Count one layer of one pass; `eligible` [E] is None when nothing was restricted."""
-        rows = block.rows
-        natural = routed_mask(block.natural_ids, rows.is_real, block.num_experts)
-        natural_union = natural.any(dim=0).sum()
-        if eligible is None:
-            num_eligible = torch.full_like(natural_union, block.num_experts)
-            used, excluded = natural_union, torch.zeros_like(natural_union)
-        else:
-            num_eligible = eligible.sum()
-            used = routed_mask(used_ids, rows.is_real, block.num_experts).any(dim=0).sum()
-            excluded = _excluded_mass(block, natural, eligible, rows)
-        pairs = rows.is_real.sum() * used_ids.shape[1]
-        counts = torch.stack(
-            [value.double() for value in (natural_union, num_eligible, used, excluded, pairs)]
-        )
-        total = self._sums[layer]
-        self._sums[layer] = counts if total is None else total.add_(counts)
+    def add_pass(self, rows: BlockRows, layers: list[RoutedLayer]) -> None:
+        """Count one finished pass over `rows`."""
+        devices = {routed.used_ids.device for routed in layers}
+        for device in devices:
+            here = [routed for routed in layers if routed.used_ids.device == device]
+            counts = _count(rows.to(device), here)
+            total = self._sums.get(device)
+            self._sums[device] = counts if total is None else total.add_(counts)
+        self._num_counted += len(layers)
 
     def read(self) -> RoutingCounts | None:
         """The averages, or None before the first counted pass. Waits for the device."""
-        totals = [total.cpu() for total in self._sums if total is not None]
-        if not totals or not self.num_passes:
+        if not self._num_counted:
             return None
-        means = torch.stack(totals).mean(dim=0) / self.num_passes
-        return RoutingCounts(*means.tolist())
+        total = sum((counts.cpu() for counts in self._sums.values()), torch.zeros(()))
+        return RoutingCounts(*(total / self._num_counted).tolist())
 
 
-def _excluded_mass(
-    block: RoutedBlock, natural: Tensor, eligible: Tensor, rows: BlockRows
-) -> Tensor:
-    mass = (block.gates * natural).T @ rows.path_commitment  # [E]
-    return torch.where(eligible, 0.0, mass).sum() / mass.sum()
+def _count(rows: BlockRows, layers: list[RoutedLayer]) -> Tensor:
+    """[5] fp64: the sums of `RoutingCounts`' fields over `layers`, all on one device."""
+    num_experts = layers[0].num_experts
+    natural = _routed(torch.stack([routed.natural_ids for routed in layers]), rows, num_experts)
+    natural_union = natural.any(dim=1).sum()
+    eligible = [routed.eligible for routed in layers if routed.eligible is not None]
+    gates = [routed.gates for routed in layers if routed.gates is not None]
+    if eligible:
+        used = _routed(torch.stack([routed.used_ids for routed in layers]), rows, num_experts)
+        num_used = used.any(dim=1).sum()
+        is_eligible = torch.stack(eligible)
+        num_eligible = is_eligible.sum()
+        mass = (torch.stack(gates) * natural * rows.path_commitment[:, None]).sum(dim=1)  # [L, E]
+        excluded = (mass.masked_fill(is_eligible, 0.0).sum(dim=1) / mass.sum(dim=1)).sum()
+    else:
+        num_used = natural_union
+        num_eligible = torch.full_like(natural_union, len(layers) * num_experts)
+        excluded = torch.zeros_like(natural_union)
+    pairs = rows.is_real.sum() * sum(routed.used_ids.shape[1] for routed in layers)
+    counts = (natural_union, num_eligible, num_used, excluded, pairs)
+    return torch.stack([count.double() for count in counts])
+
+
+def _routed(ids: Tensor, rows: BlockRows, num_experts: int) -> Tensor:
+    """[L, T, E] bool from ids [L, T, K]; padded rows are all False."""
+    mask = torch.zeros(*ids.shape[:2], num_experts, dtype=torch.bool, device=ids.device)
+    return mask.scatter_(2, ids, rows.is_real[None, :, None].expand(ids.shape))

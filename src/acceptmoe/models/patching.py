@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from acceptmoe.errors import SelfCheckError
 from acceptmoe.models.adapter import MoEAdapter, SparseLayer
-from acceptmoe.models.counters import RoutingCounters
+from acceptmoe.models.counters import RoutedLayer, RoutingCounters
 from acceptmoe.models.scoring import RouterOutput, Scoring
 from acceptmoe.policies import RoutingPolicy
 from acceptmoe.selection import BlockRows, RoutedBlock, Selection, demand
@@ -29,14 +30,13 @@ class RoutingPatch:
     def __init__(self, adapter: MoEAdapter, policy: RoutingPolicy) -> None:
         self.adapter = adapter
         self.policy = policy
-        self.counters = RoutingCounters(len(adapter.layers))
-        self._local = _ActiveRows()
+        self.counters = RoutingCounters()
+        self._local = _Local()
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         for layer in self.adapter.layers:
-            hook = RouterHook(self, layer)
-            self._handles.append(layer.router.register_forward_hook(hook))
+            self._handles.append(layer.router.register_forward_hook(RouterHook(self)))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -44,60 +44,64 @@ class RoutingPatch:
         self._handles.clear()
 
     def reset_counters(self) -> None:
-        self.counters = RoutingCounters(len(self.adapter.layers))
+        self.counters = RoutingCounters()
 
     @contextmanager
     def verifying(self, rows: BlockRows, *, is_counted: bool = True) -> Iterator[None]:
         """Route the forward inside, a verification block of these rows, under the policy."""
-        self._local.rows, self._local.is_counted = rows, is_counted
+        layers: list[RoutedLayer] = []
+        self._local.block = _ActiveBlock(rows, layers)
         try:
             yield
         finally:
-            self._local.rows = None
+            self._local.block = None
         if is_counted:
-            self.counters.num_passes += 1
+            self.counters.add_pass(rows, layers)
 
     @property
-    def active_rows(self) -> BlockRows | None:
-        return self._local.rows
-
-    @property
-    def is_counted(self) -> bool:
-        return self._local.is_counted
+    def active_block(self) -> _ActiveBlock | None:
+        """The verification block that this thread is in."""
+        return self._local.block
 
 
-class _ActiveRows(threading.local):
-    """The verification block of this thread, if it is in one."""
+@dataclass(frozen=True)
+class _ActiveBlock:
+    rows: BlockRows
+    layers: list[RoutedLayer]
 
-    rows: BlockRows | None = None
-    is_counted: bool = True
 
-    def __reduce__(self) -> tuple[type[_ActiveRows], tuple[()]]:
-        return (_ActiveRows, ())  # a copied model starts outside any block
+class _Local(threading.local):
+    """Each thread has its own block, so that a plain forward in another one stays natural."""
+
+    block: _ActiveBlock | None = None
+
+    def __reduce__(self) -> tuple[type[_Local], tuple[()]]:
+        return (_Local, ())  # a copied model starts outside any block
 
 
 class RouterHook:
     """A forward hook that replaces a router's weights and ids by those inside the eligible set."""
 
-    def __init__(self, patch: RoutingPatch, layer: SparseLayer) -> None:
-        self._patch, self._layer = patch, layer
+    def __init__(self, patch: RoutingPatch) -> None:
+        self._patch = patch
 
     def __call__(
         self, router: nn.Module, args: tuple[Any, ...], output: RouterOutput
     ) -> RouterOutput | None:
-        rows = self._patch.active_rows
-        if rows is None:
+        active = self._patch.active_block
+        if active is None:
+            return None
+        num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
+        if self._patch.policy.is_natural:
+            active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
             return None
         scoring = self._patch.adapter.family.scoring
-        block = read_block(scoring, router, output, rows)
-        if self._patch.policy.is_natural:
-            eligible, routed = None, output
-        else:
-            selection = select_inside_groups(scoring, router, block, self._patch.policy)
-            eligible = selection.eligible
-            routed = route_block(scoring, router, output, selection)
-        if self._patch.is_counted:
-            self._patch.counters.add(self._layer.index, block, eligible, routed[2])
+        block = read_block(scoring, router, output, active.rows)
+        selection = select_inside_groups(scoring, router, block, self._patch.policy)
+        routed = route_block(scoring, router, output, selection)
+        active.layers.append(
+            RoutedLayer(num_experts, natural_ids, routed[2], block.gates, selection.eligible)
+        )
         return routed
 
 

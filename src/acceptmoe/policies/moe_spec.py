@@ -1,0 +1,39 @@
+"""`moe-spec`: a fixed budget of experts for each layer (MoE-Spec, arXiv 2602.16052), a rival."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.policies.policy import RoutingPolicy
+from acceptmoe.selection import RoutedBlock, Selection
+
+
+class MoeSpecPolicy(RoutingPolicy):
+    """The `budget` experts with the largest sum of gates over all rows and all experts.
+
+    Rows count alike, whether they are likely to be committed or not, and the root has no anchors.
+    Substitutes take the places of experts outside the budget. A budget below K is raised to K, one
+    above E is E. The paper's grid for 128 experts is 16, 24, 32, 48, 64.
+    """
+
+    name = "moe-spec"
+
+    def __init__(self, budget: int) -> None:
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+            raise InvalidArgumentError(
+                f"budget is {budget!r}; it must be a whole number of experts, 1 or more"
+            )
+        self.budget = budget
+
+    def select(self, block: RoutedBlock) -> Selection:
+        budget = min(max(self.budget, block.natural_ids.shape[1]), block.num_experts)
+        score = (block.gates * block.rows.is_real[:, None]).sum(dim=0)
+        # Stable, so that the lower id wins a tie.
+        best = torch.sort(score, descending=True, stable=True).indices[:budget]
+        return Selection(torch.zeros_like(score, dtype=torch.bool).scatter_(0, best, True))
+
+    def params(self) -> dict[str, Any]:
+        return {"budget": self.budget}
