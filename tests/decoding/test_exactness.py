@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import acceptmoe
+from acceptmoe.drafting import AssistantDrafter, Drafter
 from acceptmoe.tree import DraftTree
-from drafters import ModelDrafter
 from tiny_models import VOCAB_SIZE, is_available, make_model
 
 FAMILIES = (
@@ -68,7 +69,7 @@ class Blocks:
         return sum(
             tree.shape.children[parent][0] != node
             for tree, nodes in self.blocks
-            for parent, node in zip(nodes, nodes[1:], strict=False)
+            for parent, node in pairwise(nodes)
         )
 
     def indices_inside_blocks(self) -> set[int]:
@@ -115,13 +116,15 @@ def target(request) -> Target:
     return Target(model, prompts, texts)
 
 
-def make_drafter(name: str, model: PreTrainedModel):
-    return "ngram" if name == "ngram" else ModelDrafter(perturbed(model))
+def make_drafter(name: str, model: PreTrainedModel) -> str | Drafter:
+    if name == "ngram":
+        return name
+    return AssistantDrafter(perturbed(model), num_children=3, frontier=2)
 
 
 @torch.no_grad()
 def perturbed(model: PreTrainedModel, relative_noise: float = 0.1) -> PreTrainedModel:
-    """A copy that mostly agrees with `model`: every weight off by a tenth of its tensor's spread."""
+    """A copy that mostly agrees with `model`: each weight is off by a tenth of its own spread."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
