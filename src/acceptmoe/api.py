@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -29,12 +30,14 @@ from acceptmoe.errors import (
     UnsupportedGenerateError,
     WrapStateError,
 )
-from acceptmoe.models.adapter import MoEAdapter, cache_keyword
+from acceptmoe.models.adapter import MoEAdapter, cache_keyword, num_token_ids
 from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
 from acceptmoe.models.patching import self_check
 from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
 from acceptmoe.table import CommitmentTable, config_fingerprint
 from acceptmoe.tree import MAX_NODES
+
+ALL_CACHE_NAMES = ("cache", "past_key_values")  # by Transformers version
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 """The class of the model that goes into `wrap` and comes out again."""
@@ -143,7 +146,9 @@ def _load_table(
             "a shipped table, or None"
         )
     if policy.reads_table:
-        free = ", ".join(name for name, kind in POLICIES.items() if not kind().reads_table)
+        free = ", ".join(
+            name for name, kind in POLICIES.items() if not (kind.reads_depths or kind.reads_paths)
+        )
         raise TableError(
             f"policy {policy.name!r} reads a commitment table and table is None; make one with "
             f"'acceptmoe calibrate', or choose a policy that needs none ({free})"
@@ -308,6 +313,25 @@ def check_call(model: PreTrainedModel, inputs: Any, kwargs: dict[str, Any]) -> N
             "cache_implementation is 'paged', continuous batching, which takes no draft trees; use "
             "'dynamic' (the default) or 'static'"
         )
+    given = kwargs.get("generation_config") or model.generation_config
+    for name, ordinary in (
+        ("num_return_sequences", 1),
+        ("penalty_alpha", 0),
+        ("dola_layers", None),
+    ):
+        value = kwargs.get(name, getattr(given, name, None))
+        if value is not None and value != ordinary:
+            raise UnsupportedGenerateError(
+                f"{name} is {value!r}; it must be {ordinary}, a wrapped model decodes one text "
+                "greedily"
+            )
+    for name in ALL_CACHE_NAMES:
+        value = kwargs.get(name)
+        if value is not None and not isinstance(value, Cache):
+            raise InvalidArgumentError(
+                f"{name} is a {type(value).__name__}; it must be a Cache, for instance "
+                "DynamicCache(), or be left out"
+            )
     for name in ("max_new_tokens", "max_length"):
         value = kwargs.get(name)
         if value is not None and (
@@ -339,7 +363,7 @@ def check_prompt(model: PreTrainedModel, input_ids: Any, kwargs: dict[str, Any])
         )
     check_batch(input_ids)
     lowest, highest = int(input_ids.min()), int(input_ids.max())
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = num_token_ids(model)
     if lowest < 0 or highest >= vocab_size:
         raise InvalidArgumentError(
             f"the prompt has token {lowest if lowest < 0 else highest}; this model's tokens are 0 "
@@ -398,11 +422,6 @@ def check_generation_config(
     if mode != GenerationMode.GREEDY_SEARCH:
         raise UnsupportedGenerateError(
             f"these settings ask for {mode.value}; a wrapped model does greedy search only"
-        )
-    if (config.num_return_sequences or 1) > 1:
-        raise UnsupportedGenerateError(
-            f"num_return_sequences is {config.num_return_sequences}; it must be 1, greedy search "
-            "gives one sequence"
         )
     if config.use_cache is False:
         raise UnsupportedGenerateError(
