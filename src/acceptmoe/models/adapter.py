@@ -70,6 +70,7 @@ class MoEAdapter:
             _check_experts(layer)
         self.num_experts = int(self.layers[0].router.num_experts)  # type: ignore[arg-type]
         self.experts_per_token = int(self.layers[0].router.top_k)  # type: ignore[arg-type]
+        self.num_token_ids = num_token_ids(model)
         self.cache_keyword = find_cache_keyword(model) or "past_key_values"
         self._mask_windows = _mask_windows(model, self.family)
 
@@ -91,6 +92,12 @@ class MoEAdapter:
             for layer_type, window in self._mask_windows.items()
         }
         return masks if self.family.masks == "by_layer_type" else masks["all"]
+
+
+def num_token_ids(model: PreTrainedModel) -> int:
+    """How many token ids the model can read; configurations sometimes name fewer than it has."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
 
 
 def find_sparse_layers(model: PreTrainedModel, family: Family) -> tuple[SparseLayer, ...]:
