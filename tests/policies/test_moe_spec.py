@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.policies.moe_spec import MoESpecPolicy
+from acceptmoe.policies.moe_spec import MoeSpecPolicy
 from acceptmoe.selection import BlockRows, RoutedBlock
 
 
@@ -26,16 +26,18 @@ def test_equals_a_slow_loop(budget: int, num_real: int) -> None:
     given = block(9, 16, 3, num_real)
     sums = [sum(float(given.gates[t, e]) for t in range(num_real)) for e in range(16)]
     best = sorted(range(16), key=lambda e: (-sums[e], e))[: max(budget, 3)]
-    eligible = MoESpecPolicy(budget).select(given).eligible
+    eligible = MoeSpecPolicy(budget).select(given).eligible
     assert eligible.nonzero().flatten().tolist() == sorted(best)
 
 
 def test_equal_gates_favor_the_lower_id() -> None:
     given = block(4, 8, 2, 4)
     given = RoutedBlock(torch.full((4, 8), 1 / 8), given.choice, given.natural_ids, given.rows)
-    assert MoESpecPolicy().select(given).eligible.tolist() == [True] * 2 + [False] * 6
+    assert MoeSpecPolicy(2).select(given).eligible.tolist() == [True] * 2 + [False] * 6
 
 
 def test_a_budget_below_one_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="budget is 0; it must be 1 or larger"):
-        MoESpecPolicy(0)
+    with pytest.raises(
+        InvalidArgumentError, match="budget is 0; it must be a whole number of experts"
+    ):
+        MoeSpecPolicy(0)

@@ -9,7 +9,6 @@ import typer
 
 from acceptmoe.bench.provenance import command_line
 from acceptmoe.bench.workloads import encode, mixed_problems
-
 from acceptmoe.calibrate import calibrate as make_table
 from acceptmoe.cli.console import messages, output, print_json, progress_bar, reports_errors
 from acceptmoe.cli.loading import LoadingError, open_drafter, open_target

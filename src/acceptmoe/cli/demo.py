@@ -26,7 +26,7 @@ from acceptmoe.cli.options import (
     Seed,
     Table,
 )
-from acceptmoe.policies import DEFAULT_POLICY
+from acceptmoe.policies import load_policy
 
 # Heading, key of the row, format of the value. Narrow: the table must fit 80 columns.
 COLUMNS = (
@@ -44,9 +44,9 @@ EXPLANATION = (
     "tokens/s: wall time of whole generate calls, prompt included, modes in turn; speed-up: median "
     "over prompts against autoregressive. length: tokens emitted per verification pass. union: "
     "experts that the rows want, eligible and used: those that they may and do get, per layer and "
-    "pass. same text: outputs equal to autoregressive. top-1 and KL (nats per token): against the unwrapped model "
-    "on the same text; natural is lossless, the two below it are not. right: answers that pass the "
-    "task's checker. One small target on this machine; other models and machines differ."
+    "pass. same text: outputs equal to autoregressive. top-1 and KL (nats per token): against the "
+    "unwrapped model on the same text; natural is lossless, the two below it are not. right: "
+    "answers that pass the task's checker. One small target on this machine; others will differ."
 )
 
 
@@ -79,7 +79,7 @@ def demo(
     for name in target or [default_target()]:
         opened = open_target(name, dtype, device)
         chosen = open_drafter(drafter, opened)
-        commitment = open_table(table, opened, chosen, DEFAULT_POLICY)
+        commitment = open_table(table, opened, chosen, load_policy(None))
         assert commitment is not None  # the default policy reads one
         with progress_bar(f"decoding with {opened.name}") as progress:
             result = run_demo(
