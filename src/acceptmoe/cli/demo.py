@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from acceptmoe.bench.demo import AUTOREGRESSIVE, DemoResult, run_demo
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import mixed_problems
-from acceptmoe.cli.console import output, print_json, progress_bar, reports_errors
+from acceptmoe.cli.console import output, print_json, print_line, progress_bar, reports_errors
 from acceptmoe.cli.loading import default_target, open_drafter, open_table, open_target
 from acceptmoe.cli.options import (
     AsJson,
@@ -101,12 +101,11 @@ def demo(
     if as_json:
         print_json({"rows": rows, "provenance": facts})
         return
-    output.print(EXPLANATION, style="dim", highlight=False)
-    output.print(
+    print_line(EXPLANATION, "dim")
+    print_line(
         f"{facts['cpu']}, {facts['num_threads']} threads, torch {facts['torch']}, "
         f"transformers {facts['transformers']}, seed {seed}",
-        style="dim",
-        highlight=False,
+        "dim",
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from acceptmoe.api import wrap
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import encode, end_token_ids
-from acceptmoe.cli.console import messages, print_json, reports_errors
+from acceptmoe.cli.console import print_json, print_remark, reports_errors
 from acceptmoe.cli.loading import default_target, open_drafter, open_table, open_target
 from acceptmoe.cli.options import (
     AsJson,
@@ -98,7 +98,7 @@ def generate(
     new_ids = sequence[0, input_ids.shape[1] :].tolist()
     report = model.acceptmoe.report()
     if not as_json:
-        messages.print(summary(report), style="dim", highlight=False)
+        print_remark(summary(report))
         return
     print_json(
         {
