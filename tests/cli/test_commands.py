@@ -275,7 +275,7 @@ def test_failures_exit_1_with_one_message(
         (("generate", "--target", checkpoints / "tiny-assistant", "a"), "no table for target"),
         (
             ("generate", "--target", checkpoints / "tiny-assistant", "--policy", "natural", "a"),
-            "'qwen3'",
+            "Qwen3ForCausalLM is a dense model",
         ),
         (("calibrate", *target, *out, "--prompts", lonely), "has 1 different prompts, one a line"),
         (("calibrate", *target, *out, "--prompts", latin), "cannot be read as text in UTF-8"),
