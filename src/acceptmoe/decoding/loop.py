@@ -13,7 +13,7 @@ from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix, Verifier
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import DrafterError
-from acceptmoe.models.kv import cache_capacity, keep_path
+from acceptmoe.models.kv import cache_capacity, keep_path, rolled_back_on_error
 from acceptmoe.tree import DraftTree, sibling_tokens_are_distinct
 
 
@@ -48,10 +48,11 @@ def decode(
         start = clock()
         tree = draft(session, root, max_length - emitter.input_ids.shape[1], cache, prefix)
         drafted = clock()
-        block = verifier.verify(tree, cache, prefix)
-        emitter.begin_block(block.logits)
-        verified = clock()
-        path = accept_greedy(tree, emitter.next_token, emitter.emit)
+        with rolled_back_on_error(cache, prefix.length):
+            block = verifier.verify(tree, cache, prefix)
+            emitter.begin_block(block.logits)
+            verified = clock()
+            path = accept_greedy(tree, emitter.next_token, emitter.emit)
         keep_path(cache, prefix.length, path.nodes)
         prefix = prefix.extended(len(path.nodes))
         root, is_finished = path.tokens[-1], path.is_finished

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -72,6 +73,19 @@ def keep_path(cache: Cache, prefix_length: int, nodes: Sequence[int]) -> None:
         else:
             layer.keys = _narrow(layer.keys, kept)
             layer.values = _narrow(layer.values, kept)
+
+
+@contextmanager
+def rolled_back_on_error(cache: Cache, prefix_length: int) -> Iterator[None]:
+    """Drop what was appended behind the first `prefix_length` slots when the body raises.
+
+    The cache may be the caller's own; it must not keep the rows of a tree that was never accepted.
+    """
+    try:
+        yield
+    except BaseException:  # KeyboardInterrupt too
+        keep_path(cache, prefix_length, ())
+        raise
 
 
 def _narrow(states: Tensor, length: int) -> Tensor:
