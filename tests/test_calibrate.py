@@ -591,7 +591,7 @@ def test_what_cannot_be_calibrated_is_refused(model, assistant):
             num_attention_heads=2,
         )
     )
-    with pytest.raises(UnsupportedModelError, match="llama"):
+    with pytest.raises(UnsupportedModelError, match="is a dense model"):
         calibrate(dense, assistant, prompts)
     with pytest.raises(InvalidArgumentError, match="drafter is 'nothing'"):
         calibrate(model, "nothing", prompts, max_new_tokens=16)
