@@ -41,7 +41,7 @@ def test_the_commit_says_whether_the_sources_were_changed(
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "All"]):
         subprocess.run([*git, *arguments], check=True)
     commit = git_commit()
-    assert commit is not None and re.fullmatch("[0-9a-f]{40}", commit)
+    assert re.fullmatch("[0-9a-f]{40}", str(commit))
     (tmp_path / "notes.txt").touch()
     assert git_commit() == commit  # not a source
     (tmp_path / "src" / "module.py").write_text("x = 1\n")
