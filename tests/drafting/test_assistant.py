@@ -308,14 +308,6 @@ def test_drafting_leaves_the_assistant_as_it_was(small_llama: PreTrainedModel) -
     assert not any(module._forward_hooks for module in small_llama.modules())
 
 
-def test_cache_keyword_of_older_transformers_is_found() -> None:
-    class Older:
-        def forward(self, input_ids: object, past_key_values: object = None) -> None: ...
-
-    assert assistant.find_cache_keyword(Older()) == "past_key_values"  # type: ignore[arg-type]
-    assert assistant.find_cache_keyword(llama()) in ("cache", "past_key_values")
-
-
 def test_half_precision_assistant_drafts_with_fp32_probabilities() -> None:
     model = llama().to(torch.bfloat16)
     tree = start(AssistantDrafter(model), random_text(8)).propose(24, 3)

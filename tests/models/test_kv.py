@@ -10,7 +10,13 @@ from transformers.cache_utils import (
 )
 
 from acceptmoe.errors import UnsupportedGenerateError
-from acceptmoe.models.kv import cache_capacity, check_cache, keep_path, make_cache
+from acceptmoe.models.kv import (
+    cache_capacity,
+    check_cache,
+    find_cache_keyword,
+    keep_path,
+    make_cache,
+)
 
 
 def filled_cache(num_slots: int, *, is_static: bool = False) -> Cache:
@@ -62,3 +68,18 @@ def test_made_caches_keep_every_token_also_of_sliding_layers():
     assert cache_capacity(make_cache(None, config, 40)) is None
     with pytest.raises(UnsupportedGenerateError, match="cache_implementation is 'quantized'"):
         make_cache("quantized", config, 40)
+
+
+def test_the_cache_keyword_of_each_transformers_version_is_found():
+    class Older:
+        def forward(self, input_ids, past_key_values=None): ...
+
+    class Newer:
+        def forward(self, input_ids, cache=None): ...
+
+    class WithoutCache:
+        def forward(self, input_ids): ...
+
+    assert find_cache_keyword(Older()) == "past_key_values"
+    assert find_cache_keyword(Newer()) == "cache"
+    assert find_cache_keyword(WithoutCache()) is None

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from acceptmoe.errors import DrafterError, InvalidArgumentError
-from acceptmoe.models.kv import keep_path
+from acceptmoe.models.kv import find_cache_keyword, keep_path
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
 MAX_WIDTH = 1024  # far above any useful frontier; an absurd number is a caller's slip
@@ -355,12 +355,6 @@ def _find_layer_problem(model: PreTrainedModel) -> str | None:
             "choose another assistant"
         )
     return None
-
-
-def find_cache_keyword(model: PreTrainedModel) -> str | None:
-    """The name under which the model's forward takes its cache, or None; it differs by version."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def _layer_types(model: PreTrainedModel) -> set[str]:
