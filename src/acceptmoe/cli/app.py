@@ -13,6 +13,7 @@ from acceptmoe.cli.generate import generate
 from acceptmoe.cli.info import info
 
 app = typer.Typer(
+    name="acceptmoe",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a bug's traceback as Python prints it can be reported
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -10,7 +10,7 @@ import typer
 from acceptmoe.bench.provenance import command_line
 from acceptmoe.bench.workloads import encode, mixed_problems
 from acceptmoe.calibrate import calibrate as make_table
-from acceptmoe.cli.console import messages, output, print_json, progress_bar, reports_errors
+from acceptmoe.cli.console import print_json, print_line, print_remark, progress_bar, reports_errors
 from acceptmoe.cli.loading import LoadingError, open_drafter, open_target
 from acceptmoe.cli.options import (
     AsJson,
@@ -80,7 +80,7 @@ def calibrate(
         )
     table.save(out)
     for warning in table.held_out_error.warnings:
-        messages.print(f"warning: {warning}", style="yellow")
+        print_remark(f"warning: {warning}", "yellow")
     error = table.held_out_error
     if as_json:
         print_json(
@@ -96,12 +96,11 @@ def calibrate(
         )
         return
     by_depth = ", ".join(f"{share:.3f}" for share in table.depths.commitment)
-    output.print(f"wrote {out}", soft_wrap=True, highlight=False)
-    output.print(f"commitment by depth: {by_depth}", highlight=False)
-    output.print(
+    print_line(f"wrote {out}")
+    print_line(f"commitment by depth: {by_depth}")
+    print_line(
         f"held-out calibration error: {error.curve:.4f} (the drafter's own: {error.raw:.4f}) over "
-        f"{error.num_nodes} nodes of {error.num_prompts} prompts",
-        highlight=False,
+        f"{error.num_nodes} nodes of {error.num_prompts} prompts"
     )
 
 

@@ -37,7 +37,7 @@ def reports_errors(command: Callable[Parameters, Returned]) -> Callable[Paramete
             print_error(str(error))
             raise typer.Exit(FAILED) from error
         except KeyboardInterrupt as error:
-            messages.print("interrupted")
+            print_remark("interrupted")
             raise typer.Exit(INTERRUPTED) from error
 
     return wrapped
@@ -46,6 +46,16 @@ def reports_errors(command: Callable[Parameters, Returned]) -> Callable[Paramete
 def print_error(text: str) -> None:
     """One message on standard error; nothing in it is taken for markup or cut at the width."""
     messages.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+
+
+def print_remark(text: str, style: str = "dim") -> None:
+    """A line beside the results, on standard error, as it is."""
+    messages.print(Text(text, style), soft_wrap=True)
+
+
+def print_line(text: str, style: str = "") -> None:
+    """A line of the results, as it is: names and numbers in it get no markup and no colours."""
+    output.print(Text(text, style), soft_wrap=not output.is_terminal)  # a file has no width
 
 
 def print_json(value: Any) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from acceptmoe.bench.demo import AUTOREGRESSIVE, DemoResult, run_demo
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import mixed_problems
-from acceptmoe.cli.console import output, print_json, progress_bar, reports_errors
+from acceptmoe.cli.console import output, print_json, print_line, progress_bar, reports_errors
 from acceptmoe.cli.loading import default_target, open_drafter, open_table, open_target
 from acceptmoe.cli.options import (
     AsJson,
@@ -26,7 +26,7 @@ from acceptmoe.cli.options import (
     Seed,
     Table,
 )
-from acceptmoe.policies import DEFAULT_POLICY
+from acceptmoe.policies import load_policy
 
 # Heading, key of the row, format of the value. Narrow: the table must fit 80 columns.
 COLUMNS = (
@@ -44,9 +44,9 @@ EXPLANATION = (
     "tokens/s: wall time of whole generate calls, prompt included, modes in turn; speed-up: median "
     "over prompts against autoregressive. length: tokens emitted per verification pass. union: "
     "experts that the rows want, eligible and used: those that they may and do get, per layer and "
-    "pass. same text: outputs equal to autoregressive. top-1 and KL (nats per token): against the unwrapped model "
-    "on the same text; natural is lossless, the two below it are not. right: answers that pass the "
-    "task's checker. One small target on this machine; other models and machines differ."
+    "pass. same text: outputs equal to autoregressive. top-1 and KL (nats per token): against the "
+    "unwrapped model on the same text; natural is lossless, the two below it are not. right: "
+    "answers that pass the task's checker. One small target on this machine; others will differ."
 )
 
 
@@ -79,7 +79,7 @@ def demo(
     for name in target or [default_target()]:
         opened = open_target(name, dtype, device)
         chosen = open_drafter(drafter, opened)
-        commitment = open_table(table, opened, chosen, DEFAULT_POLICY)
+        commitment = open_table(table, opened, chosen, load_policy(None))
         assert commitment is not None  # the default policy reads one
         with progress_bar(f"decoding with {opened.name}") as progress:
             result = run_demo(
@@ -101,12 +101,11 @@ def demo(
     if as_json:
         print_json({"rows": rows, "provenance": facts})
         return
-    output.print(EXPLANATION, style="dim", highlight=False)
-    output.print(
+    print_line(EXPLANATION, "dim")
+    print_line(
         f"{facts['cpu']}, {facts['num_threads']} threads, torch {facts['torch']}, "
         f"transformers {facts['transformers']}, seed {seed}",
-        style="dim",
-        highlight=False,
+        "dim",
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from acceptmoe.api import wrap
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import encode, end_token_ids
-from acceptmoe.cli.console import messages, print_json, reports_errors
+from acceptmoe.cli.console import print_json, print_remark, reports_errors
 from acceptmoe.cli.loading import default_target, open_drafter, open_table, open_target
 from acceptmoe.cli.options import (
     AsJson,
@@ -27,7 +27,8 @@ from acceptmoe.cli.options import (
     NumNodes,
     Table,
 )
-from acceptmoe.policies import DEFAULT_POLICY, POLICIES
+from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.policies import DEFAULT_POLICY, POLICIES, RoutingPolicy, load_policy
 
 
 @reports_errors
@@ -48,7 +49,8 @@ def generate(
         str | None,
         typer.Option(
             "--policy",
-            help=f"One of {', '.join(POLICIES)}. Default: {DEFAULT_POLICY}.",
+            help=f"One of {', '.join(POLICIES)}, with settings as in accept:exponent=1.0. "
+            f"Default: {DEFAULT_POLICY}.",
             show_default=False,
         ),
     ] = None,
@@ -64,20 +66,17 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt greedily, by draft trees on few experts, and print it as it comes."""
-    if policy is not None and policy not in POLICIES:
-        raise typer.BadParameter(
-            f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy"
-        )
+    rule = parse_policy(policy)
     text = read_prompt(prompt)
     opened = open_target(target or default_target(), dtype, device)
     input_ids = prompt_ids(opened.tokenizer, text, chat, opened.model.device)
     chosen = open_drafter(drafter, opened)
-    commitment = open_table(table, opened, chosen, policy)
+    commitment = open_table(table, opened, chosen, rule)
     model = wrap(
         opened.model,
         commitment,
         drafter=chosen,
-        policy=policy,
+        policy=rule,
         num_nodes=num_nodes,
         max_depth=max_depth,
     )
@@ -99,7 +98,7 @@ def generate(
     new_ids = sequence[0, input_ids.shape[1] :].tolist()
     report = model.acceptmoe.report()
     if not as_json:
-        messages.print(summary(report), style="dim", highlight=False)
+        print_remark(summary(report))
         return
     print_json(
         {
@@ -112,6 +111,14 @@ def generate(
             "provenance": provenance(),
         }
     )
+
+
+def parse_policy(spec: str | None) -> RoutingPolicy:
+    """The policy that an option's value names; a wrong one is a usage error."""
+    try:
+        return load_policy(spec)
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--policy") from error
 
 
 def read_prompt(prompt: str) -> str:

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from acceptmoe.cli.options import Device, Dtype
 from acceptmoe.drafting import AssistantDrafter, Drafter, load_drafter
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
-from acceptmoe.policies import load_policy
+from acceptmoe.policies import RoutingPolicy
 from acceptmoe.table import CommitmentTable, shipped_tables
 from acceptmoe.targets import assistant_folder, load_target, target_names
 
@@ -105,10 +105,10 @@ def open_drafter(spec: str | None, target: Target) -> Drafter:
 
 
 def open_table(
-    spec: str | None, target: Target, drafter: Drafter, policy: str | None
+    spec: str | None, target: Target, drafter: Drafter, policy: RoutingPolicy
 ) -> CommitmentTable | None:
     """The table that `spec` names, or the shipped one; None for a policy that reads none."""
-    if not load_policy(policy).reads_table:
+    if not policy.reads_table:
         return None
     if spec is not None:
         return CommitmentTable.load(spec)
