@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from acceptmoe.policies import MoeSpecPolicy
 from acceptmoe.targets.problem import Problem
 from acceptmoe.targets.tasks import MAX_NEW_TOKENS, TASKS, check_all, problems
 
@@ -190,9 +191,8 @@ def evaluate(
             row["accepted_length"] = report["accepted_length"]
             row["natural_union"] = report["natural_union"]
             if arguments.probe:
-                from acceptmoe.policies.moe_spec import MoESpecPolicy
-
-                few_right, _ = speculate(model, tokenizer, few, drafter, MoESpecPolicy())
+                quarter = MoeSpecPolicy(row["num_experts"] // 4)
+                few_right, _ = speculate(model, tokenizer, few, drafter, quarter)
                 row["probe"] = {
                     "policy": "moe-spec, a quarter of the experts",
                     "num_prompts": len(few),

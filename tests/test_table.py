@@ -21,6 +21,7 @@ from acceptmoe.table import (
     DepthStatistics,
     HeldOutError,
     Provenance,
+    check_can_save,
     config_fingerprint,
     shipped_tables,
 )
@@ -462,3 +463,17 @@ def test_the_language_model_inside_a_multimodal_one_counts():
 def test_a_configuration_without_model_type_is_refused():
     with pytest.raises(InvalidArgumentError, match="no model_type"):
         config_fingerprint({"hidden_size": 4})
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    check_can_save(tmp_path / "a.json")
+    make_table().save(tmp_path / "a.json")
+    check_can_save(tmp_path / "a.json")
+    with pytest.raises(TableError, match=r"cannot be written to .*: it is a folder"):
+        check_can_save(tmp_path)
+    with pytest.raises(TableError, match=r"there is no folder .*/no;"):
+        check_can_save(tmp_path / "no" / "a.json")
+    monkeypatch.setattr(table_module.os, "access", lambda path, mode: False)
+    with pytest.raises(TableError, match="is not writable"):
+        check_can_save(tmp_path / "b.json")
+    assert os.listdir(tmp_path) == ["a.json"]

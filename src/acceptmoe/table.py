@@ -25,6 +25,7 @@ from acceptmoe.errors import InvalidArgumentError, TableError
 from acceptmoe.tree import MAX_NODES
 
 SCHEMA_VERSION = 1
+MAX_HELD_OUT_ERROR = 0.03  # expected calibration error above which a table warns
 MIN_COMMITMENT = 1e-4  # a node that was never seen committed still has some demand
 
 
@@ -123,6 +124,12 @@ class CalibrationCurve:
                     f"{commitments[index - 1]}; the curve must never descend"
                 )
 
+    def commitment(self, path_probabilities: Tensor) -> Tensor:
+        """[N] path probabilities of nodes other than the root -> [N] fp32, in [1e-4, 1]."""
+        device = path_probabilities.device
+        knots = _fp32(self.path_probabilities, device), _fp32(self.commitments, device)
+        return _interpolate(*knots, path_probabilities)
+
 
 @dataclass(frozen=True)
 class HeldOutError:
@@ -142,6 +149,23 @@ class HeldOutError:
         _check_probability("held_out_error.raw", self.raw)
         _check_int("held_out_error.num_prompts", self.num_prompts, minimum=1)
         _check_int("held_out_error.num_nodes", self.num_nodes, minimum=1)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know before trusting the curve; empty when it is good enough."""
+        texts = []
+        if self.curve > MAX_HELD_OUT_ERROR:
+            texts.append(
+                f"the held-out calibration error is {self.curve:.4f}; it should be at most "
+                f"{MAX_HELD_OUT_ERROR}. Calibrate on more prompts"
+            )
+        if self.curve >= self.raw:
+            texts.append(
+                f"the held-out calibration error is {self.curve:.4f} with the curve and "
+                f"{self.raw:.4f} without; the curve should improve on the drafter's own "
+                "probabilities. Calibrate on more prompts, like those that will be decoded"
+            )
+        return tuple(texts)
 
 
 @dataclass(frozen=True)
@@ -317,11 +341,7 @@ class CommitmentTable:
         Row 0 is the root and gets exactly 1. The curve is linear between its knots.
         """
         knots = self._device_table(path_probabilities.device)
-        x, y = knots.path_probabilities, knots.commitments
-        probabilities = path_probabilities.to(torch.float32).clamp(x[0], x[-1])
-        right = torch.searchsorted(x, probabilities.contiguous()).clamp(1, len(x) - 1)
-        share = (probabilities - x[right - 1]) / (x[right] - x[right - 1])
-        commitment = torch.lerp(y[right - 1], y[right], share).clamp(MIN_COMMITMENT, 1.0)
+        commitment = _interpolate(knots.path_probabilities, knots.commitments, path_probabilities)
         return torch.cat([torch.ones_like(commitment[:1]), commitment[1:]])
 
     def check(
@@ -393,6 +413,23 @@ class _DeviceTable:
     depth_commitment: Tensor  # [D + 1] fp32
     path_probabilities: Tensor  # [knots] fp32
     commitments: Tensor  # [knots] fp32
+
+
+def check_can_save(path: str | os.PathLike[str]) -> None:
+    """Raise `TableError` when no table could be saved to `path`: before the work, not after it."""
+    file = Path(os.path.realpath(path))
+    reason = None
+    if file.is_dir():
+        reason = "it is a folder"
+    elif not file.parent.is_dir():
+        reason = f"there is no folder {file.parent}"
+    elif not os.access(file.parent, os.W_OK | os.X_OK):
+        reason = f"the folder {file.parent} is not writable"
+    if reason:
+        raise TableError(
+            f"the table cannot be written to {os.fspath(path)}: {reason}; "
+            "give a file in a folder that exists and can be written"
+        )
 
 
 def shipped_tables() -> list[str]:
@@ -639,6 +676,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _interpolate(x: Tensor, y: Tensor, values: Tensor) -> Tensor:
+    """[knots], [knots], [N] -> [N] fp32: the line through the knots, flat outside, clamped."""
+    values = values.to(torch.float32).clamp(x[0], x[-1]).contiguous()
+    right = torch.searchsorted(x, values).clamp(1, len(x) - 1)
+    share = (values - x[right - 1]) / (x[right] - x[right - 1])
+    return torch.lerp(y[right - 1], y[right], share).clamp(MIN_COMMITMENT, 1.0)
 
 
 def _fp32(values: Sequence[float], device: torch.device) -> Tensor:

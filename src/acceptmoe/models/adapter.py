@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers import PreTrainedModel
 
 from acceptmoe.errors import UnsupportedModelError
 from acceptmoe.models.family import Family
+from acceptmoe.models.kv import find_cache_keyword
+from acceptmoe.models.refusals import check_kind
 from acceptmoe.tree import TreeShape, tree_attention_mask
 
 FAMILIES = (
+    "axk1",
     "deepseek_v3",
     "dots1",
+    "exaone_moe",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
+    "mimo_v2_flash",
     "mixtral",
     "olmoe",
     "qwen2_moe",
     "qwen3_moe",
+    "solar_open",
 )
-ADD_A_MODEL = 'See CONTRIBUTING.md, "Add a model"'
 
 
 def load_family(model_type: str) -> Family:
-    """The family of a `model_type`, or `UnsupportedModelError` when there is none."""
-    if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"no adapter for model_type {model_type!r}; supported: {', '.join(FAMILIES)}. "
-            f"{ADD_A_MODEL}"
-        )
+    """The family of a `model_type` in `FAMILIES`."""
     family: Family = importlib.import_module(f"acceptmoe.models.{model_type}").FAMILY
     return family
 
@@ -57,12 +56,7 @@ class MoEAdapter:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        if not isinstance(model, PreTrainedModel):
-            raise UnsupportedModelError(
-                f"got a {type(model).__name__}; wrap takes a Transformers causal language model, "
-                "for instance from AutoModelForCausalLM.from_pretrained"
-            )
-        check_not_recurrent(model)
+        check_kind(model, FAMILIES)
         self.family = load_family(model.config.model_type)
         if type(model).__name__ != self.family.architecture:
             raise UnsupportedModelError(
@@ -76,7 +70,8 @@ class MoEAdapter:
             _check_experts(layer)
         self.num_experts = int(self.layers[0].router.num_experts)  # type: ignore[arg-type]
         self.experts_per_token = int(self.layers[0].router.top_k)  # type: ignore[arg-type]
-        self.cache_keyword = cache_keyword(model)
+        self.num_token_ids = num_token_ids(model)
+        self.cache_keyword = find_cache_keyword(model) or "past_key_values"
         self._mask_windows = _mask_windows(model, self.family)
 
     def _check_attention(self, model: PreTrainedModel) -> None:
@@ -99,22 +94,10 @@ class MoEAdapter:
         return masks if self.family.masks == "by_layer_type" else masks["all"]
 
 
-def cache_keyword(model: PreTrainedModel) -> str:
-    """The name under which this Transformers version passes the cache to `forward`."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
-
-
-def check_not_recurrent(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` for models whose state cannot hold several branches at once."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-    if is_recurrent or getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has recurrent or convolutional layers; their single running "
-            "state would mix the branches of a draft tree. Only models whose layers all are "
-            "attention can be wrapped"
-        )
+def num_token_ids(model: PreTrainedModel) -> int:
+    """How many token ids the model can read; configurations sometimes name fewer than it has."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
 
 
 def find_sparse_layers(model: PreTrainedModel, family: Family) -> tuple[SparseLayer, ...]:
@@ -149,8 +132,8 @@ def _check_experts(layer: SparseLayer) -> None:
 def _mask_windows(model: PreTrainedModel, family: Family) -> dict[str, int | None]:
     """The sliding window of each mask that the decoder takes; None is full attention."""
     config: Any = model.config
-    if family.masks == "single":
-        return {"all": getattr(config, "sliding_window", None)}
+    if family.masks != "by_layer_type":
+        return {"all": config.sliding_window if family.masks == "sliding" else None}
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = set(config.layer_types) - set(windows)
     if unknown:

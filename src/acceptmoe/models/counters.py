@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from acceptmoe.selection import BlockRows, RoutedBlock
+from acceptmoe.selection import BlockRows
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,17 @@ class RoutingCounts:
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """One layer's part in a verification pass; `eligible` is None when nothing was restricted."""
+    """One layer's part in a verification pass.
 
-    layer: int
-    block: RoutedBlock
-    eligible: Tensor | None
+    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `gates` [T, E]
+    and `eligible` [E] are None when nothing was restricted; both ids are the same then.
+    """
+
+    num_experts: int
+    natural_ids: Tensor
     used_ids: Tensor
+    gates: Tensor | None = None
+    eligible: Tensor | None = None
 
 
 class RoutingCounters:
@@ -49,12 +54,12 @@ class RoutingCounters:
         self._sums: dict[torch.device, Tensor] = {}  # [5] fp64, over passes and layers
         self._num_counted = 0  # passes times layers
 
-    def add_pass(self, layers: list[RoutedLayer]) -> None:
-        """Count one finished pass."""
+    def add_pass(self, rows: BlockRows, layers: list[RoutedLayer]) -> None:
+        """Count one finished pass over `rows`."""
         devices = {routed.used_ids.device for routed in layers}
         for device in devices:
             here = [routed for routed in layers if routed.used_ids.device == device]
-            counts = _count(here)
+            counts = _count(rows.to(device), here)
             total = self._sums.get(device)
             self._sums[device] = counts if total is None else total.add_(counts)
         self._num_counted += len(layers)
@@ -67,21 +72,19 @@ class RoutingCounters:
         return RoutingCounts(*(total / self._num_counted).tolist())
 
 
-def _count(layers: list[RoutedLayer]) -> Tensor:
+def _count(rows: BlockRows, layers: list[RoutedLayer]) -> Tensor:
     """[5] fp64: the sums of `RoutingCounts`' fields over `layers`, all on one device."""
-    rows, num_experts = layers[0].block.rows, layers[0].block.num_experts
-    natural = _routed(
-        torch.stack([routed.block.natural_ids for routed in layers]), rows, num_experts
-    )
+    num_experts = layers[0].num_experts
+    natural = _routed(torch.stack([routed.natural_ids for routed in layers]), rows, num_experts)
     natural_union = natural.any(dim=1).sum()
     eligible = [routed.eligible for routed in layers if routed.eligible is not None]
+    gates = [routed.gates for routed in layers if routed.gates is not None]
     if eligible:
         used = _routed(torch.stack([routed.used_ids for routed in layers]), rows, num_experts)
         num_used = used.any(dim=1).sum()
         is_eligible = torch.stack(eligible)
         num_eligible = is_eligible.sum()
-        gates = torch.stack([routed.block.gates for routed in layers])
-        mass = (gates * natural * rows.path_commitment[:, None]).sum(dim=1)  # [L, E]
+        mass = (torch.stack(gates) * natural * rows.path_commitment[:, None]).sum(dim=1)  # [L, E]
         excluded = (mass.masked_fill(is_eligible, 0.0).sum(dim=1) / mass.sum(dim=1)).sum()
     else:
         num_used = natural_union

@@ -14,7 +14,9 @@ class Family:
 
     `architecture` is the causal language model's class name. `router` and `experts` are the names
     of the two children by which a sparse block is found. `masks` says what the decoder takes as
-    `attention_mask`: "single" (one 4-D mask) or "by_layer_type" (a dict of them).
+    `attention_mask`: "full" (one 4-D mask without a window, whatever the configuration holds),
+    "sliding" (one with the configuration's window, if it has one) or "by_layer_type" (a dict of
+    them).
     """
 
     model_type: str
@@ -22,5 +24,5 @@ class Family:
     scoring: Scoring
     router: str = "gate"
     experts: str = "experts"
-    masks: Literal["single", "by_layer_type"] = "single"
+    masks: Literal["full", "sliding", "by_layer_type"] = "full"
     attention: tuple[str, ...] = ("sdpa", "eager")

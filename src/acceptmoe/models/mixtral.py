@@ -7,4 +7,5 @@ FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     scoring=SoftmaxTopK(renormalize=True),
+    masks="sliding",
 )

@@ -36,8 +36,7 @@ class RoutingPatch:
 
     def attach(self) -> None:
         for layer in self.adapter.layers:
-            hook = RouterHook(self, layer)
-            self._handles.append(layer.router.register_forward_hook(hook))
+            self._handles.append(layer.router.register_forward_hook(RouterHook(self)))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -57,7 +56,7 @@ class RoutingPatch:
         finally:
             self._local.block = None
         if is_counted:
-            self.counters.add_pass(layers)
+            self.counters.add_pass(rows, layers)
 
     @property
     def active_block(self) -> _ActiveBlock | None:
@@ -83,8 +82,8 @@ class _Local(threading.local):
 class RouterHook:
     """A forward hook that replaces a router's weights and ids by those inside the eligible set."""
 
-    def __init__(self, patch: RoutingPatch, layer: SparseLayer) -> None:
-        self._patch, self._layer = patch, layer
+    def __init__(self, patch: RoutingPatch) -> None:
+        self._patch = patch
 
     def __call__(
         self, router: nn.Module, args: tuple[Any, ...], output: RouterOutput
@@ -92,16 +91,17 @@ class RouterHook:
         active = self._patch.active_block
         if active is None:
             return None
+        num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
+        if self._patch.policy.is_natural:
+            active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
+            return None
         scoring = self._patch.adapter.family.scoring
         block = read_block(scoring, router, output, active.rows)
-        if self._patch.policy.is_natural:
-            eligible: Tensor | None = None
-            routed = output
-        else:
-            selection = select_inside_groups(scoring, router, block, self._patch.policy)
-            eligible = selection.eligible
-            routed = route_block(scoring, router, output, selection)
-        active.layers.append(RoutedLayer(self._layer.index, block, eligible, routed[2]))
+        selection = select_inside_groups(scoring, router, block, self._patch.policy)
+        routed = route_block(scoring, router, output, selection)
+        active.layers.append(
+            RoutedLayer(num_experts, natural_ids, routed[2], block.gates, selection.eligible)
+        )
         return routed
 
 

@@ -7,4 +7,5 @@ FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     scoring=SoftmaxTopK(),
+    masks="sliding",
 )
