@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.tensor([token for sample in samples for token in sample.completion]), token_ids
     )
     run = {
-        "target": arguments.target,
+        "target": Path(arguments.target).name,
         "parameters": sum(p.numel() for p in training.head.parameters()),
         "steps": training.step,
         "tokens": training.num_tokens,
@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
         "torch": torch.__version__,
     }
     (work / "training.json").write_text(json.dumps(run, indent=2) + "\n")
-    table = Table(title=f"Accepted length, {arguments.target}, {arguments.num_nodes} nodes")
+    table = Table(title=f"Accepted length, {Path(arguments.target).name}, {arguments.num_nodes} nodes")
     table.add_column("task")
     table.add_column("tokens per pass", justify="right")
     for task, length in accepted.items():
