@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,38 +58,4 @@ class OracleDrafter(ScriptedDrafter):
                 parents.append(parent)
                 probabilities.append(probabilities[parent] * 0.5)
             parent = len(tokens) - 1
-        return DraftTree(tuple(tokens), tuple(parents), tuple(probabilities))
-
-
-class ModelDrafter(ScriptedDrafter):
-    """The likeliest continuations by a model, which reads the whole text again for every level."""
-
-    name = "assistant"
-
-    def __init__(self, model: PreTrainedModel, num_children: int = 2, frontier: int = 3) -> None:
-        super().__init__(self._propose)
-        self.model, self.num_children, self.frontier = model, num_children, frontier
-
-    @torch.no_grad()
-    def _propose(self, text: list[int], num_nodes: int, max_depth: int) -> DraftTree:
-        tokens, parents, probabilities = [text[-1]], [-1], [1.0]
-        level: list[tuple[int, list[int]]] = [(0, [])]
-        for _ in range(max_depth):
-            ids = torch.tensor([text + path for _, path in level])
-            likely = self.model(ids).logits[:, -1].softmax(-1).topk(self.num_children)
-            grown = []
-            for (node, path), p, children in zip(
-                level, likely.values.tolist(), likely.indices.tolist(), strict=True
-            ):
-                for probability, token in zip(p, children, strict=True):
-                    if len(tokens) == num_nodes:
-                        break
-                    tokens.append(token)
-                    parents.append(node)
-                    probabilities.append(probabilities[node] * probability)
-                    grown.append((len(tokens) - 1, [*path, token]))
-            grown.sort(key=lambda pair: -probabilities[pair[0]])
-            level = sorted(grown[: self.frontier])
-            if not level:
-                break
         return DraftTree(tuple(tokens), tuple(parents), tuple(probabilities))

@@ -116,7 +116,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "solar_open": ("SolarOpen", {**_ROUTED, "head_dim": 16}),
 }
-SPREAD = {"default": 0.1}
+# Standard deviation of the weights; less gives texts that repeat themselves sooner.
+SPREAD = {
+    "default": 0.1,
+    "dots1_sliding": 0.04,
+    "exaone_moe": 0.04,
+    "gpt_oss": 0.15,
+    "mixtral_sliding": 0.05,
+}
 
 
 def is_available(name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -18,7 +19,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from acceptmoe.decoding.emission import TokenEmitter
+from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix
@@ -29,12 +30,14 @@ from acceptmoe.errors import (
     UnsupportedGenerateError,
     WrapStateError,
 )
-from acceptmoe.models.adapter import MoEAdapter, cache_keyword
+from acceptmoe.models.adapter import MoEAdapter, num_token_ids
 from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
 from acceptmoe.models.patching import self_check
 from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
 from acceptmoe.table import CommitmentTable, config_fingerprint
 from acceptmoe.tree import MAX_NODES
+
+ALL_CACHE_NAMES = ("cache", "past_key_values")  # by Transformers version
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 """The class of the model that goes into `wrap` and comes out again."""
@@ -114,7 +117,7 @@ def unwrap(model: Model) -> Model:
         raise WrapStateError(
             f"this {type(model).__name__} is not wrapped; acceptmoe.wrap(model, table) does it"
         )
-    with model.acceptmoe.lock:  # a running generate ends first
+    with model.acceptmoe.exclusive("unwrap"):  # a running generate ends first
         model.acceptmoe.detach()
         model.__class__ = model._unwrapped_class
         del model.acceptmoe
@@ -143,7 +146,9 @@ def _load_table(
             "a shipped table, or None"
         )
     if policy.reads_table:
-        free = ", ".join(name for name, kind in POLICIES.items() if not kind().reads_table)
+        free = ", ".join(
+            name for name, kind in POLICIES.items() if not (kind.reads_depths or kind.reads_paths)
+        )
         raise TableError(
             f"policy {policy.name!r} reads a commitment table and table is None; make one with "
             f"'acceptmoe calibrate', or choose a policy that needs none ({free})"
@@ -162,10 +167,18 @@ class AcceptMoEMixin:
     _unwrapped_class: type[Any]
 
     @torch.no_grad()
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args: Any,
+        streamer: BaseStreamer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Transformers' `generate`; keywords that do not go with draft trees are refused."""
-        check_inputs(inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
-        with self.acceptmoe.lock:
+        check_call(cast(PreTrainedModel, self), inputs, kwargs)
+        if streamer is not None:
+            kwargs["streamer"] = HeldStreamer(streamer)
+        with self.acceptmoe.exclusive("generate"):
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _validate_generation_mode(
@@ -183,7 +196,7 @@ class AcceptMoEMixin:
         max_cache_length: int,
     ) -> None:
         model = cast(PreTrainedModel, self)
-        keyword = cache_keyword(model)
+        keyword = self.acceptmoe.adapter.cache_keyword
         cache = model_kwargs.get(keyword)
         if cache is None:
             headroom = max_cache_length + self.acceptmoe.num_nodes
@@ -219,6 +232,13 @@ class AcceptMoEMixin:
         check_batch(input_ids)
         keyword = session.adapter.cache_keyword
         cache = model_kwargs[keyword]
+        # Read before the prefill: a chunked one takes both out of the keywords.
+        attention_mask = model_kwargs.get("attention_mask")
+        next_position = int(model_kwargs["position_ids"][0, -1]) + 1
+        if attention_mask is not None:
+            check_attention_mask(attention_mask, input_ids, num_cached_tokens(cache))
+        if isinstance(streamer, HeldStreamer):
+            streamer = streamer.release()
         returns_dict = generation_config.return_dict_in_generate
         emitter = TokenEmitter(
             input_ids,
@@ -228,9 +248,6 @@ class AcceptMoEMixin:
             keeps_scores=bool(returns_dict and generation_config.output_scores),
             keeps_logits=bool(returns_dict and generation_config.output_logits),
         )
-        # Read before the prefill: a chunked one takes both out of the keywords.
-        attention_mask = model_kwargs.get("attention_mask")
-        next_position = int(model_kwargs["position_ids"][0, -1]) + 1
         start = time.perf_counter()
         with session.tap.recording():
             prefill = self._prefill(input_ids, generation_config, model_kwargs)  # type: ignore[attr-defined]
@@ -280,28 +297,94 @@ def _rebuild_wrapped(base: type[Any]) -> Any:
     return copyreg.__newobj__(_wrapped_class(base))  # type: ignore[attr-defined]
 
 
-def check_inputs(input_ids: Any, kwargs: dict[str, Any]) -> None:
+def check_call(model: PreTrainedModel, inputs: Any, kwargs: dict[str, Any]) -> None:
     """Raise at the door for inputs and entry points that never reach tree decoding."""
-    if kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedGenerateError(
-            "inputs_embeds was given; drafters need the prompt's tokens, pass input_ids"
-        )
-    if kwargs.get("custom_generate") is not None:
-        raise UnsupportedGenerateError(
-            "custom_generate would replace tree decoding; call acceptmoe.unwrap(model) first to "
-            "use it"
-        )
+    for name, reason in (
+        ("inputs_embeds", "drafters need the prompt's tokens; pass input_ids"),
+        (
+            "custom_generate",
+            "it would replace tree decoding; call acceptmoe.unwrap(model) first to use it",
+        ),
+    ):
+        if kwargs.get(name) is not None:
+            raise UnsupportedGenerateError(f"{name} was given; {reason}")
     if kwargs.get("cache_implementation") == "paged":
         raise UnsupportedGenerateError(
-            "cache_implementation='paged' is continuous batching, which takes no draft trees; use "
+            "cache_implementation is 'paged', continuous batching, which takes no draft trees; use "
             "'dynamic' (the default) or 'static'"
         )
-    if isinstance(input_ids, Tensor) and input_ids.numel() == 0:
+    given = kwargs.get("generation_config") or model.generation_config
+    for name, ordinary in (
+        ("num_return_sequences", 1),
+        ("penalty_alpha", 0),
+        ("dola_layers", None),
+    ):
+        value = kwargs.get(name, getattr(given, name, None))
+        if value is not None and value != ordinary:
+            raise UnsupportedGenerateError(
+                f"{name} is {value!r}; it must be {ordinary}, a wrapped model decodes one text "
+                "greedily"
+            )
+    for name in ALL_CACHE_NAMES:
+        value = kwargs.get(name)
+        if value is not None and not isinstance(value, Cache):
+            raise InvalidArgumentError(
+                f"{name} is a {type(value).__name__}; it must be a Cache, for instance "
+                "DynamicCache(), or be left out"
+            )
+    for name in ("max_new_tokens", "max_length"):
+        value = kwargs.get(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise InvalidArgumentError(f"{name} is {value!r}; it must be a whole number from 1")
+    check_prompt(model, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+
+
+def check_prompt(model: PreTrainedModel, input_ids: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `InvalidArgumentError` unless the prompt is one sequence of the model's tokens."""
+    if input_ids is None:
+        config = kwargs.get("generation_config") or model.generation_config
+        if kwargs.get("bos_token_id", config.bos_token_id) is None:
+            raise InvalidArgumentError(
+                "the prompt is missing and the model has no BOS token to begin with; pass "
+                "input_ids, an integer tensor [1, length]"
+            )
+        return
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise InvalidArgumentError(
+            f"input_ids is {got}; it must be an integer tensor [1, length], as tokenizers give "
+            "with return_tensors='pt'"
+        )
+    if input_ids.numel() == 0:
         raise InvalidArgumentError(
             "the prompt is empty; give at least one token, for instance the tokenizer's BOS"
         )
-    if isinstance(input_ids, Tensor):
-        check_batch(input_ids)
+    check_batch(input_ids)
+    lowest, highest = int(input_ids.min()), int(input_ids.max())
+    vocab_size = num_token_ids(model)
+    if lowest < 0 or highest >= vocab_size:
+        raise InvalidArgumentError(
+            f"the prompt has token {lowest if lowest < 0 else highest}; this model's tokens are 0 "
+            f"to {vocab_size - 1}. Is the tokenizer the model's own?"
+        )
+
+
+def check_attention_mask(attention_mask: Tensor, input_ids: Tensor, num_cached: int) -> None:
+    """Raise `InvalidArgumentError` unless the mask covers the whole text, cached tokens included.
+
+    `input_ids` may be the whole text or only what comes after the cached tokens.
+    """
+    num_new = input_ids.shape[1]
+    lengths = [num_cached + num_new]
+    if num_new > num_cached:
+        lengths.append(num_new)
+    if attention_mask.shape[0] != 1 or attention_mask.shape[1] not in lengths:
+        raise InvalidArgumentError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; with {num_new} input tokens "
+            f"and {num_cached} in the cache it must be [1, {lengths[-1]}]"
+        )
 
 
 def check_batch(input_ids: Tensor) -> None:
@@ -339,11 +422,6 @@ def check_generation_config(
     if mode != GenerationMode.GREEDY_SEARCH:
         raise UnsupportedGenerateError(
             f"these settings ask for {mode.value}; a wrapped model does greedy search only"
-        )
-    if (config.num_return_sequences or 1) > 1:
-        raise UnsupportedGenerateError(
-            f"num_return_sequences is {config.num_return_sequences}; it must be 1, greedy search "
-            "gives one sequence"
         )
     if config.use_cache is False:
         raise UnsupportedGenerateError(

@@ -10,6 +10,30 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 
+class HeldStreamer(BaseStreamer):  # type: ignore[misc]
+    """Keeps what Transformers streams before decoding begins, the prompt, until `release`.
+
+    `generate` streams the prompt before its last checks; nobody should see the beginning of a text
+    that is then refused.
+    """
+
+    def __init__(self, streamer: BaseStreamer) -> None:
+        self._streamer = streamer
+        self._held: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self._held.append(value)
+
+    def end(self) -> None:
+        raise AssertionError("a held streamer is released before the text ends")
+
+    def release(self) -> BaseStreamer:
+        """The caller's streamer, after it has got everything held."""
+        for value in self._held:
+            self._streamer.put(value)
+        return self._streamer
+
+
 class TokenEmitter:
     """The text of one sequence and everything that happens for each of its new tokens.
 

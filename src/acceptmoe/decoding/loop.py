@@ -11,9 +11,8 @@ from acceptmoe.decoding.acceptance import accept_greedy
 from acceptmoe.decoding.emission import TokenEmitter
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix, Verifier
-from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import DrafterError
-from acceptmoe.models.kv import cache_capacity, keep_path
+from acceptmoe.models.kv import cache_capacity, keep_path, rolled_back_on_error
 from acceptmoe.tree import DraftTree, sibling_tokens_are_distinct
 
 
@@ -48,10 +47,11 @@ def decode(
         start = clock()
         tree = draft(session, root, max_length - emitter.input_ids.shape[1], cache, prefix)
         drafted = clock()
-        block = verifier.verify(tree, cache, prefix)
-        emitter.begin_block(block.logits)
-        verified = clock()
-        path = accept_greedy(tree, emitter.next_token, emitter.emit)
+        with rolled_back_on_error(cache, prefix.length):
+            block = verifier.verify(tree, cache, prefix)
+            emitter.begin_block(block.logits)
+            verified = clock()
+            path = accept_greedy(tree, emitter.next_token, emitter.emit)
         keep_path(cache, prefix.length, path.nodes)
         prefix = prefix.extended(len(path.nodes))
         root, is_finished = path.tokens[-1], path.is_finished
@@ -76,14 +76,15 @@ def draft(session: Session, root: int, num_wanted: int, cache: Cache, prefix: Pr
     if num_nodes <= 1 or max_depth < 1:
         return DraftTree.root_only(root)
     tree = session.drafter.propose(num_nodes, max_depth)
-    check_proposal(session.drafter, tree, root, num_nodes, max_depth)
+    check_proposal(session, tree, root, num_nodes, max_depth)
     return tree
 
 
 def check_proposal(
-    drafter: Drafter, tree: DraftTree, root: int, num_nodes: int, max_depth: int
+    session: Session, tree: DraftTree, root: int, num_nodes: int, max_depth: int
 ) -> None:
     """Raise `DrafterError` when a drafter breaks its promise; anybody can write one."""
+    drafter, num_token_ids = session.drafter, session.adapter.num_token_ids
     if tree.tokens[0] != root:
         raise DrafterError(
             f"the drafter {drafter.name!r} proposed a tree with root {tree.tokens[0]}; "
@@ -93,6 +94,11 @@ def check_proposal(
         raise DrafterError(
             f"the drafter {drafter.name!r} proposed {tree.num_nodes} nodes of depth "
             f"{tree.shape.max_depth}; it was asked for at most {num_nodes} of depth {max_depth}"
+        )
+    if max(tree.tokens) >= num_token_ids:
+        raise DrafterError(
+            f"the drafter {drafter.name!r} proposed token {max(tree.tokens)}; the target's tokens "
+            f"are 0 to {num_token_ids - 1}"
         )
     if not sibling_tokens_are_distinct(tree):
         raise DrafterError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from acceptmoe.decoding.statistics import DecodingStatistics
 from acceptmoe.drafting.drafter import Drafter
+from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
@@ -26,7 +28,7 @@ class Session:
     """One wrapped model: its policy, table and drafter, the hooks, the counts.
 
     `observers` are called after every verification block with the tree and the committed nodes.
-    `lock` lets one `generate` at a time in; the drafter and the cache are its alone.
+    One `generate` at a time is let in (`exclusive`); the drafter is its alone.
     """
 
     adapter: MoEAdapter
@@ -39,7 +41,8 @@ class Session:
     tap: FeatureTap
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _is_busy: bool = False
 
     @classmethod
     def attach(
@@ -57,6 +60,25 @@ class Session:
         patch = RoutingPatch(adapter, policy)
         patch.attach()
         return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap)
+
+    @contextmanager
+    def exclusive(self, what: str) -> Iterator[None]:
+        """Wait for the other threads' `generate`, then keep them out.
+
+        Raises `WrapStateError` when this thread is inside `generate` itself: a streamer, processor
+        or criterion called back, and waiting would never end.
+        """
+        with self._lock:
+            if self._is_busy:
+                raise WrapStateError(
+                    f"{what} was called from inside a running generate of the same model; "
+                    "call it after that has returned"
+                )
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
 
     def detach(self) -> None:
         """Take every hook off the model."""
@@ -86,7 +108,8 @@ class Session:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.Lock())  # a copied model has a lock of its own
+        # A copied model has a lock of its own, and nobody generates with it yet.
+        vars(self).update(state, _lock=threading.RLock(), _is_busy=False)

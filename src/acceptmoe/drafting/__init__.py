@@ -31,7 +31,7 @@ def load_drafter(spec: Drafter | PreTrainedModel | str | os.PathLike[str]) -> Dr
     """The drafter that `spec` stands for.
 
     - `"ngram"`: prompt lookup, no weights;
-    - a checkpoint folder: what its config says, an EAGLE-3 head or an assistant model;
+    - a checkpoint folder: by its config an EAGLE-3 head or an assistant model;
     - a transformers causal language model: `AssistantDrafter` with its defaults;
     - a `Drafter`: itself.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +19,13 @@ class FeatureTap:
     """Records the residual stream entering layer b for each b of `boundaries`.
 
     Boundary L, the number of layers, is what enters the final norm. Nothing is recorded outside
-    `recording()`, and `detach` removes every hook.
+    `recording()` nor of other threads' forwards, and `detach` removes every hook.
     """
 
     def __init__(self, model: PreTrainedModel, boundaries: tuple[int, ...]) -> None:
         self.boundaries = boundaries
-        self._recorded: dict[int, list[Tensor]] | None = None
+        self._local = _Local()
+        self._features: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         if boundaries:
             modules = decoder_modules(model)
@@ -40,17 +42,18 @@ class FeatureTap:
                 )
 
     def record(self, boundary: int, states: Tensor) -> None:
-        if self._recorded is not None:
-            self._recorded[boundary].append(states)
+        if self._local.recorded is not None:
+            self._local.recorded[boundary].append(states)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the forwards inside; `features` then gives them until the next `recording`."""
-        self._recorded = {boundary: [] for boundary in self.boundaries}
+        recorded: dict[int, list[Tensor]] = {boundary: [] for boundary in self.boundaries}
+        self._local.recorded = recorded
         try:
             yield
         finally:
-            recorded, self._recorded = self._recorded, None
+            self._local.recorded = None
         self._features = (
             torch.cat([torch.cat(recorded[b], dim=1)[0] for b in self.boundaries], dim=-1)
             if self.boundaries
@@ -66,6 +69,15 @@ class FeatureTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class _Local(threading.local):
+    """What this thread records, if it does."""
+
+    recorded: dict[int, list[Tensor]] | None = None
+
+    def __reduce__(self) -> tuple[type[_Local], tuple[()]]:
+        return (_Local, ())
 
 
 class _Recorder:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from acceptmoe.errors import UnsupportedGenerateError
@@ -14,6 +16,12 @@ from acceptmoe.errors import UnsupportedGenerateError
 # Exact types only: a subclass may keep more per token (indexer keys) or move what lies in a slot.
 COMPACTABLE_LAYERS = (DynamicLayer, StaticLayer)
 CACHE_IMPLEMENTATIONS = (None, "dynamic", "static")
+
+
+def find_cache_keyword(model: PreTrainedModel) -> str | None:
+    """The name under which the model's forward takes its cache, or None; it differs by version."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def make_cache(implementation: str | None, config: PretrainedConfig, num_slots: int) -> Cache:
@@ -72,6 +80,19 @@ def keep_path(cache: Cache, prefix_length: int, nodes: Sequence[int]) -> None:
         else:
             layer.keys = _narrow(layer.keys, kept)
             layer.values = _narrow(layer.values, kept)
+
+
+@contextmanager
+def rolled_back_on_error(cache: Cache, prefix_length: int) -> Iterator[None]:
+    """Drop what was appended behind the first `prefix_length` slots when the body raises.
+
+    The cache may be the caller's own; it must not keep the rows of a tree that was never accepted.
+    """
+    try:
+        yield
+    except BaseException:  # KeyboardInterrupt too
+        keep_path(cache, prefix_length, ())
+        raise
 
 
 def _narrow(states: Tensor, length: int) -> Tensor:
