@@ -1,6 +1,6 @@
 """Train the byte-pair tokenizer that the bundled targets share, from training prompts only.
 
-    PYTHONPATH=src python bench/build_tokenizer.py --out checkpoints/tokenizer
+PYTHONPATH=src python bench/build_tokenizer.py --out checkpoints/tokenizer
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """A Transformers experts implementation that trains fast on a CPU.
 
-The stock loop indexes a stacked parameter once for each expert, and autograd then writes a gradient
-of the full stack each time. Here the rows are sorted by expert once, every expert multiplies its own
-slice into one output, and the backward pass writes each expert's gradient once, in place.
+The stock loop indexes a stacked parameter once for each expert, and autograd then writes a
+gradient of the full stack each time. Here the rows are sorted by expert once, every expert
+multiplies its own slice into one output, and the backward pass writes each expert's gradient once.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ NAME = "acceptmoe_grouped"
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """rows [N, in] sorted by expert, weight [E, out, in], counts: rows of each expert -> [N, out]."""
+    """rows [N, in] sorted by expert, weight [E, out, in], rows of each expert -> [N, out]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

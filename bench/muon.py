@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(update: Tensor, steps: int = 4) -> Tensor:
     """Move the singular values of each matrix of the stack [..., m, n] to about one."""
     a, b, c = 3.4445, -4.7750, 2.0315  # the quintic of the reference implementation
     is_tall = update.shape[-2] > update.shape[-1]
@@ -25,7 +25,7 @@ def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum; the step is scaled so that its entries are about as large as Adam's."""
+    """Orthogonalised momentum, scaled so that a step is about as large as one of Adam."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        boost: float = 1.0,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        )
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "boost": boost}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
                 average.lerp_(param.grad, 1 - group["momentum"])
                 # Nesterov: look ahead along the average before orthogonalising.
                 ahead = param.grad.lerp(average, group["momentum"])
-                scale = 0.2 * max(param.shape[-2:]) ** 0.5
+                scale = 0.2 * group["boost"] * max(param.shape[-2:]) ** 0.5
                 mine = _share(param)
                 part = param[mine]
                 part.mul_(1 - group["lr"] * group["weight_decay"])

@@ -15,18 +15,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import grouped_experts
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-import grouped_experts
 from eval_targets import quick_accuracy
 from muon import Muon
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from target_configs import NAMES, config_of
+from torch import Tensor
 from training_data import Batch, Mix, batches_from
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from acceptmoe.targets.tasks import TASKS
 
@@ -35,28 +34,25 @@ class RouterWatch:
     """Collects router logits during a forward pass, through hooks on the router instances."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.logits: list[Tensor] = []
+        self.logits: list[tuple[Tensor, Tensor]] = []
         self.is_on = True
         for layer in model.model.layers:
             router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
             if type(router).__name__.endswith("TopKRouter"):
                 router.register_forward_hook(self._keep)
-                self.top_k = router.top_k
 
     def _keep(self, module: Any, inputs: Any, output: Any) -> None:
         if self.is_on:
-            self.logits.append(output[0])
+            self.logits.append((output[0], output[2]))
 
-    def take(self) -> list[Tensor]:
+    def take(self) -> list[tuple[Tensor, Tensor]]:
         taken, self.logits = self.logits, []
         return taken
 
 
-def balance_loss(logits: Tensor, top_k: int, is_counted: Tensor) -> Tensor:
+def balance_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
     """E * sum_e (share of assignments) * (mean probability), 1 when both are uniform."""
-    probabilities = logits[is_counted].softmax(-1)
-    num_experts = logits.shape[-1]
-    chosen = probabilities.detach().topk(top_k, dim=-1).indices
+    num_experts = probabilities.shape[-1]
     share = torch.bincount(chosen.reshape(-1), minlength=num_experts) / chosen.numel()
     return num_experts * (share * probabilities.mean(0)).sum()
 
@@ -75,10 +71,11 @@ def losses(
         return token_loss, torch.zeros(())
     balance = torch.zeros(())
     layers = watch.take()
-    for logits in layers:
+    for logits, chosen in layers:
+        probabilities = logits.softmax(-1)
         # Decoding routes completion tokens, so these are balanced on their own as well.
-        for is_counted in (batch.is_real, is_scored):
-            balance = balance + balance_loss(logits, watch.top_k, is_counted.reshape(-1))
+        for is_counted in (batch.is_real.reshape(-1), is_scored.reshape(-1)):
+            balance = balance + balance_loss(probabilities[is_counted], chosen[is_counted])
     return token_loss, balance / (2 * len(layers))
 
 
@@ -92,7 +89,7 @@ def optimizers(model: PreTrainedModel, lr: float, kind: str) -> list[torch.optim
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0, foreach=True)
     ]
     if matrices:
-        made.append(Muon(matrices, lr=lr, weight_decay=0.01))
+        made.append(Muon(matrices, lr=lr, weight_decay=0.01, boost=2.0))
     return made
 
 
@@ -179,7 +176,7 @@ def train(rank: int, arguments: argparse.Namespace) -> None:
             if tokens >= arguments.tokens:
                 break
             left = 1 - tokens / arguments.tokens
-            factor = min(1.0, (step + 1) / 80) * min(1.0, left / arguments.decay)
+            factor = min(1.0, (step + 1) / 40) * min(1.0, left / arguments.decay)
             for opt in opts:
                 for group in opt.param_groups:
                     group["lr"] = arguments.lr * factor
@@ -232,11 +229,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--balance", type=float, default=0.02)
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=20)
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mix", default="1.2,1,1,1", help="weights in the order of TASKS")
-    parser.add_argument("--probe-minutes", type=float, default=6.0)
+    parser.add_argument("--probe-minutes", type=float, default=8.0)
     # The products are small: two processes of one thread beat one process of two threads.
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

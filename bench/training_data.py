@@ -32,7 +32,12 @@ class Mix:
 
 
 def _samples(
-    tokenizer: PreTrainedTokenizerFast, mix: Mix, seed: int, chunk: int, num_tokens: int, longest: int
+    tokenizer: PreTrainedTokenizerFast,
+    mix: Mix,
+    seed: int,
+    chunk: int,
+    num_tokens: int,
+    longest: int,
 ) -> list[tuple[list[int], list[int]]]:
     streams = {task: problem_stream(task, "train", seed * 1_000_003 + chunk) for task in TASKS}
     found: list[tuple[list[int], list[int]]] = []

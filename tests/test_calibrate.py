@@ -1,21 +1,35 @@
+import copy
+import os
+
 import numpy as np
 import pytest
 import torch
 from sklearn.isotonic import IsotonicRegression
+from transformers import AutoModelForCausalLM, LlamaConfig, OlmoeConfig
 
+import acceptmoe
 from acceptmoe.calibrate import (
     KNOT_TOLERANCE,
     MAX_KNOTS,
     NUM_BINS,
     BlockRecorder,
+    calibrate,
     depth_statistics,
     expected_calibration_error,
     fit_curve,
     fit_table,
     isotonic_regression,
 )
-from acceptmoe.errors import InvalidArgumentError, TreeError
-from acceptmoe.table import HeldOutError, Provenance
+from acceptmoe.drafting import AssistantDrafter, NgramDrafter
+from acceptmoe.errors import (
+    DrafterError,
+    InvalidArgumentError,
+    TableError,
+    TreeError,
+    UnsupportedModelError,
+    WrapStateError,
+)
+from acceptmoe.table import CommitmentTable, HeldOutError, Provenance, config_fingerprint
 from acceptmoe.tree import DraftTree
 
 
@@ -292,3 +306,306 @@ def test_a_poor_calibration_warns():
     assert "0.0500; it should be at most 0.03" in poor.warnings[0]
     assert "0.0500 with the curve and 0.0400 without" in poor.warnings[1]
     assert HeldOutError(curve=0.03, raw=0.04, num_prompts=2, num_nodes=9).warnings == ()
+
+
+VOCAB_SIZE = 60
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = OlmoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def assistant(model):
+    """The target itself, slightly perturbed: many proposals are accepted, not all."""
+    torch.manual_seed(1)
+    noisy = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.03)
+    return noisy
+
+
+def random_prompts(num_prompts, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    # Without token 0: it is the padding, which plain `generate` would mask in a prompt.
+    return [torch.randint(1, VOCAB_SIZE, (6,), generator=generator) for _ in range(num_prompts)]
+
+
+class Spy:
+    """A drafter that remembers what the other one proposed, and after how many tokens."""
+
+    def __init__(self, drafter):
+        self.drafter, self.name = drafter, drafter.name
+        self.feature_boundaries = drafter.feature_boundaries
+        self.proposals = []  # (prompt, number of new tokens before the block, tree)
+
+    def check_target(self, model):
+        self.drafter.check_target(model)
+
+    def start(self, prompt, first_token, features):
+        self.prompt, self.num_new = tuple(prompt.tolist()), 1
+        self.drafter.start(prompt, first_token, features)
+
+    def propose(self, num_nodes, max_depth):
+        tree = self.drafter.propose(num_nodes, max_depth)
+        self.proposals.append((self.prompt, self.num_new, tree))
+        return tree
+
+    def extend(self, tokens, features):
+        self.num_new += len(tokens)
+        self.drafter.extend(tokens, features)
+
+
+@pytest.mark.parametrize("with_eos", [False, True], ids=["length", "eos"])
+@pytest.mark.parametrize("kind", ["ngram", "assistant"])
+def test_the_table_counts_what_plain_greedy_generate_confirms(model, assistant, kind, with_eos):
+    prompts = random_prompts(5)
+    num_new, max_depth = 40, 3
+    settings = {"max_new_tokens": num_new, "do_sample": False}
+    texts = {}
+    for prompt in prompts:
+        texts[tuple(prompt.tolist())] = model.generate(prompt[None], **settings)[0, 6:].tolist()
+    eos = None
+    if with_eos:  # a token that the model emits in the middle of many texts
+        middles = [token for text in texts.values() for token in set(text[5:35])]
+        eos = max(set(middles), key=middles.count)
+        for prompt, text in texts.items():
+            texts[prompt] = text[: text.index(eos) + 1] if eos in text else text
+    spy = Spy(NgramDrafter() if kind == "ngram" else AssistantDrafter(assistant))
+    target = copy.deepcopy(model)
+    target.generation_config.eos_token_id = eos
+    table = calibrate(
+        target, spy, prompts, num_nodes=8, max_depth=max_depth, max_new_tokens=num_new
+    )
+    trials, successes, num_committed_last = 0, [0] * (max_depth + 1), 0
+    for prompt, before, tree in spy.proposals:
+        if tree.num_nodes == 1 or num_new - before - 1 < max_depth:
+            continue  # nothing drafted, or a tree cut short by the end of the text
+        trials += 1
+        coming = texts[prompt][before:]  # the root is the token before
+        depths = {0}
+        for node in range(1, tree.num_nodes):
+            drafted = [tree.tokens[n] for n in tree.shape.path(node)[1:]]
+            if coming[: len(drafted)] == drafted:
+                depths.add(len(drafted))
+                num_committed_last += len(drafted) == len(coming)
+        for depth in depths:
+            successes[depth] += 1
+    assert table.depths.trials == (trials,) * (max_depth + 1)
+    assert table.depths.successes == tuple(successes)
+    assert successes[1] > 10  # something was accepted
+    assert successes[max_depth] < trials  # and something rejected
+    if with_eos and kind == "assistant":
+        assert num_committed_last > 0  # an EOS that was drafted
+
+
+def test_the_curve_of_a_real_run_is_calibrated_on_held_out_prompts(model, assistant):
+    table = calibrate(
+        model,
+        assistant,
+        random_prompts(20),
+        num_nodes=12,
+        max_depth=4,
+        max_new_tokens=40,
+        dataset="random",
+        command="pytest",
+    )
+    assert table.held_out_error.num_prompts == 5
+    assert table.held_out_error.warnings == (), table.held_out_error
+    assert table.target_fingerprint == config_fingerprint(model.config)
+    assert table.target == "olmoe"  # it has no folder to be named after
+    assert table.drafter == "assistant"
+    assert (table.num_nodes, table.max_depth) == (12, 4)
+    assert table.provenance.dataset == "random"
+    assert table.provenance.num_prompts == 20
+    assert CommitmentTable.from_json(table.to_json()) == table
+
+
+def test_a_calibrated_table_serves_wrap(model, assistant):
+    prompts = random_prompts(3)
+    table = calibrate(model, assistant, prompts, num_nodes=8, max_depth=3, max_new_tokens=24)
+    target = copy.deepcopy(model)
+    for policy in ("accept", "accept-depth"):
+        acceptmoe.wrap(target, table, drafter=assistant, policy=policy, num_nodes=8, max_depth=3)
+        text = target.generate(prompts[0][None], max_new_tokens=12, do_sample=False)
+        assert text.shape == (1, 18)
+        acceptmoe.unwrap(target)
+    with pytest.raises(TableError, match="drafter 'assistant' and this one is 'ngram'"):
+        acceptmoe.wrap(target, table, drafter="ngram", num_nodes=8, max_depth=3)
+
+
+def test_calibration_is_deterministic_and_says_how_it_was_made(model, assistant):
+    runs = [
+        calibrate(model, assistant, random_prompts(2), num_nodes=6, max_depth=2, max_new_tokens=16)
+        for _ in range(2)
+    ]
+    assert runs[0].to_json() == runs[1].to_json()
+    command = runs[0].provenance.command
+    assert "num_nodes=6, max_depth=2, max_new_tokens=16, held_out_fraction=0.25, seed=0" in command
+
+
+def test_the_model_comes_out_as_it_went_in(model, assistant):
+    target = copy.deepcopy(model)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in target.modules()]
+    input_ids = torch.arange(9)[None]
+    with torch.no_grad():
+        logits = target(input_ids).logits
+    calibrate(target, assistant, random_prompts(3), max_new_tokens=10)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in target.modules()] == hooks
+    assert type(target) is type(model)
+    assert not hasattr(target, "acceptmoe")
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    with torch.no_grad():
+        assert torch.equal(target(input_ids).logits, logits)
+
+
+def test_an_interrupted_calibration_leaves_the_model_and_the_old_table_alone(
+    model, assistant, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "table.json"
+    prompts = random_prompts(3)
+    calibrate(model, assistant, prompts, max_new_tokens=10).save(path)
+    old = path.read_text()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+    def interrupt(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, assistant, prompts, seed=1, max_new_tokens=10, progress=interrupt).save(
+            path
+        )
+    assert path.read_text() == old
+    assert os.listdir(tmp_path) == ["table.json"]
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    # And the next run starts from the beginning.
+    again = calibrate(model, assistant, prompts, max_new_tokens=10)
+    assert again.to_json() == old
+
+
+def test_progress_is_told_of_every_prompt(model, assistant):
+    told = []
+    calibrate(
+        model,
+        assistant,
+        random_prompts(3),
+        max_new_tokens=10,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_a_prompt_may_be_one_row_of_a_batch(model, assistant):
+    prompts = random_prompts(3)
+    flat = calibrate(model, assistant, prompts, max_new_tokens=10)
+    rows = calibrate(model, assistant, [p[None].int() for p in prompts], max_new_tokens=10)
+    assert flat == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nodes": 1}, "num_nodes is 1; it must be a whole number, 2 or larger"),
+        ({"num_nodes": 10**9}, "num_nodes is 1000000000; it must be 4096 or smaller"),
+        ({"num_nodes": 8.0}, r"num_nodes is 8\.0; it must be a whole number"),
+        ({"max_depth": 0}, "max_depth is 0; it must be a whole number, 1 or larger"),
+        ({"max_depth": -5}, "max_depth is -5"),
+        ({"max_depth": True}, "max_depth is True"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 6}, "max_new_tokens is 6 and max_depth 5; .* 7 or larger"),
+        ({"max_new_tokens": 10**6}, r"prompts\[0\] has 6 tokens .* has 128 positions"),
+        ({"seed": -1}, "seed is -1"),
+        ({"held_out_fraction": 0}, "held_out_fraction is 0; it must lie between 0 and 1"),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction is 1\.0"),
+        ({"held_out_fraction": float("nan")}, "held_out_fraction is nan"),
+        ({"held_out_fraction": "a"}, "held_out_fraction is 'a'"),
+        ({"prompts": []}, "there are 0 prompts; calibration needs at least 2"),
+        ({"prompts": random_prompts(1)}, "there are 1 prompts; .*one to fit and one held out"),
+        (
+            {"prompts": [*random_prompts(2), torch.empty(0, dtype=torch.int64)]},
+            r"prompts\[2\] is empty",
+        ),
+        (
+            {"prompts": [*random_prompts(2), torch.zeros(2, 3, dtype=torch.int64)]},
+            r"prompts\[2\] is a tensor of int64 \[2, 3\]; .*\[length\]",
+        ),
+        ({"prompts": [*random_prompts(2), torch.zeros(3)]}, r"prompts\[2\] is a tensor of float32"),
+        ({"prompts": ["text", "more"]}, r"prompts\[0\] is a str; it must be a tensor"),
+        (
+            {"prompts": [torch.tensor([1, 60]), torch.tensor([1])]},
+            r"prompts\[0\] holds the token 60; .*0 to 59.*another tokenizer",
+        ),
+        ({"prompts": [torch.tensor([1, -1]), torch.tensor([1])]}, "holds the token -1"),
+        (
+            {"prompts": [torch.tensor([1]), torch.arange(50).repeat(3)]},
+            r"prompts\[1\] has 150 tokens and max_new_tokens is 64; .* 128 positions",
+        ),
+        (
+            {"prompts": [torch.tensor([1]), torch.tensor([2]), torch.tensor([1])]},
+            r"prompts\[2\] repeats prompts\[0\]",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(model, changes, message):
+    class Untouched:
+        name, feature_boundaries = "untouched", ()
+
+        def check_target(self, model):
+            raise AssertionError("reached")
+
+    changes = dict(changes)
+    prompts = changes.pop("prompts", random_prompts(3))
+    with pytest.raises(InvalidArgumentError, match=message):
+        calibrate(model, Untouched(), prompts, **({"max_new_tokens": 64} | changes))
+
+
+def test_what_cannot_be_calibrated_is_refused(model, assistant):
+    prompts = random_prompts(3)
+    dense = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=60,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    with pytest.raises(UnsupportedModelError, match="is a dense model"):
+        calibrate(dense, assistant, prompts)
+    with pytest.raises(InvalidArgumentError, match="drafter is 'nothing'"):
+        calibrate(model, "nothing", prompts, max_new_tokens=16)
+    other = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=99,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    with pytest.raises(DrafterError):
+        calibrate(model, other, prompts, max_new_tokens=16)
+    wrapped = acceptmoe.wrap(copy.deepcopy(model), policy="natural")
+    with pytest.raises(WrapStateError, match=r"acceptmoe\.unwrap\(model\) first"):
+        calibrate(wrapped, assistant, prompts, max_new_tokens=16)

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import selection_oracle as oracle
-from acceptmoe.policies import AcceptDepthPolicy, AcceptPolicy, NaturalPolicy
+from acceptmoe.policies import (
+    POLICIES,
+    AcceptDepthPolicy,
+    AcceptPolicy,
+    NaturalPolicy,
+    load_policy,
+)
 from acceptmoe.selection import (
     BlockRows,
     RoutedBlock,
@@ -21,6 +27,16 @@ from acceptmoe.selection import (
     group_floor,
     prune_nonresident,
     select_eligible,
+)
+
+EVERY_POLICY = (
+    "natural",
+    "accept",
+    "accept-depth",
+    "moe-spec:budget=6",
+    "xshare:size=6",
+    "oea:top=2",
+    "lynx:drop=0.25",
 )
 
 
@@ -104,6 +120,21 @@ def test_anchors_are_always_eligible_and_the_set_holds_a_full_row(block):
         eligible = policy.select(block).eligible
         assert set(block.natural_ids[0].tolist()) <= as_set(eligible)
         assert eligible.sum() >= block.natural_ids.shape[1]
+
+
+@given(blocks())
+@settings(deadline=None)
+def test_every_policy_keeps_enough_experts_and_ignores_padding(block):
+    assert {spec.partition(":")[0] for spec in EVERY_POLICY} == set(POLICIES)
+    num_real = int(block.rows.is_real.sum())
+    rows = BlockRows(*(value[:num_real] for value in vars(block.rows).values()))
+    real = RoutedBlock(
+        *(tensor[:num_real] for tensor in (block.gates, block.choice, block.natural_ids)), rows
+    )
+    for spec in EVERY_POLICY:
+        eligible = load_policy(spec).select(block).eligible
+        assert eligible.sum() >= block.natural_ids.shape[1]
+        assert torch.equal(eligible, load_policy(spec).select(real).eligible)
 
 
 @given(blocks(), st.randoms(use_true_random=False))
@@ -303,11 +334,11 @@ def test_selection_reads_nothing_back_to_the_host():
             rows,
             mode.from_tensor(block.resident),
         )
-        for policy in (AcceptDepthPolicy(), AcceptPolicy(), NaturalPolicy()):
-            assert policy.select(fake).eligible.shape == (16,)
+        for spec in EVERY_POLICY:
+            assert load_policy(spec).select(fake).eligible.shape == (16,)
         floor = group_floor(
             fake,
-            policy.select(fake).eligible,
+            AcceptPolicy().select(fake).eligible,
             demand(fake, rows.path_commitment),
             num_groups=4,
             groups_per_row=2,

@@ -30,7 +30,7 @@ from acceptmoe.errors import (
     UnsupportedGenerateError,
     WrapStateError,
 )
-from acceptmoe.models.adapter import MoEAdapter, cache_keyword, num_token_ids
+from acceptmoe.models.adapter import MoEAdapter, num_token_ids
 from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
 from acceptmoe.models.patching import self_check
 from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
@@ -196,7 +196,7 @@ class AcceptMoEMixin:
         max_cache_length: int,
     ) -> None:
         model = cast(PreTrainedModel, self)
-        keyword = cache_keyword(model)
+        keyword = self.acceptmoe.adapter.cache_keyword
         cache = model_kwargs.get(keyword)
         if cache is None:
             headroom = max_cache_length + self.acceptmoe.num_nodes

@@ -35,3 +35,7 @@ class WrapStateError(AcceptMoEError, RuntimeError):
 
 class SelfCheckError(AcceptMoEError, RuntimeError):
     """The routing hook did not reproduce the model's own router at wrap time."""
+
+
+class TargetError(AcceptMoEError, ValueError):
+    """A bundled target is unknown, or was asked for in an impossible way."""

@@ -372,12 +372,6 @@ class UncachedLlama(LlamaForCausalLM):
         return super().forward(input_ids, use_cache=False)
 
 
-def flash_llama() -> PreTrainedModel:
-    model = llama()
-    model.config._attn_implementation = "flash_attention_2"
-    return model
-
-
 def t5() -> PreTrainedModel:
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).eval()
@@ -388,28 +382,40 @@ def mamba() -> PreTrainedModel:
     return MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes)).eval()
 
 
-def hybrid_llama() -> PreTrainedModel:
+def configured_llama(**changes: object) -> PreTrainedModel:
     model = llama()
-    model.config.layer_types = ["full_attention", "conv"]
+    for name, value in changes.items():
+        setattr(model.config, name, value)
     return model
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (t5, "T5ForConditionalGeneration is an encoder-decoder model; an assistant must be"),
+        (t5, "T5ForConditionalGeneration is an encoder-decoder model; .*; choose a causal one"),
         (
             lambda: LlamaModel(LlamaConfig(**SIZES)).eval(),
-            "LlamaModel has no language-model head; an assistant must be a causal language model",
+            "LlamaModel has no language-model head; load it with AutoModelForCausalLM",
         ),
-        (mamba, "MambaForCausalLM is stateful"),
-        (hybrid_llama, "LlamaForCausalLM keeps a LinearAttentionLayer in layer 1; only full and"),
+        (mamba, r"MambaForCausalLM is stateful \(.*; choose a model with attention layers only"),
+        (
+            lambda: configured_llama(layer_types=["full_attention", "conv"]),
+            "LlamaForCausalLM has conv layers; only full and sliding-window attention can draft",
+        ),
+        (
+            lambda: configured_llama(attention_chunk_size=4),
+            "LlamaForCausalLM has chunked_attention layers; only full and sliding-window attention",
+        ),
+        (
+            lambda: configured_llama(kv_sharing_modes=["own", "reuse"]),
+            "LlamaForCausalLM keeps a DummyLayer in layer 1; only full and sliding-window",
+        ),
         (
             lambda: UncachedLlama(LlamaConfig(**SIZES)).eval(),
-            "UncachedLlama takes no key-value cache; an assistant must keep one",
+            r"UncachedLlama takes no key-value cache \(.*; choose a model of transformers",
         ),
         (
-            flash_llama,
+            lambda: configured_llama(_attn_implementation="flash_attention_2"),
             "uses flash_attention_2 attention, which takes no tree mask; allowed: sdpa, eager",
         ),
     ],

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle3_fixtures import random_head
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from acceptmoe import drafting
-from acceptmoe.drafting import AssistantDrafter, NgramDrafter, load_drafter
+from acceptmoe.drafting import AssistantDrafter, Eagle3Drafter, NgramDrafter, load_drafter
+from acceptmoe.drafting.eagle3_checkpoint import save_head
+from acceptmoe.drafting.eagle3_layouts import LAYOUTS, Layout
 from acceptmoe.errors import DrafterError, InvalidArgumentError
 
 ALLOWED = "allowed: 'ngram', the folder of a checkpoint, a transformers causal language model, or a"
@@ -49,6 +52,12 @@ def test_model_becomes_an_assistant(model: LlamaForCausalLM) -> None:
     drafter = load_drafter(model)
     assert isinstance(drafter, AssistantDrafter)
     assert drafter.model is model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folder_of_a_draft_head_becomes_its_drafter(layout: Layout, tmp_path: Path) -> None:
+    save_head(random_head(), tmp_path, layout=layout)
+    assert isinstance(load_drafter(tmp_path), Eagle3Drafter)
 
 
 def test_drafter_is_taken_as_it_is() -> None:

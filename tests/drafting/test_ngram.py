@@ -197,7 +197,7 @@ def test_work_of_a_proposal_does_not_grow_with_the_text() -> None:
         drafter.propose(32, 5)
         return text.num_reads
 
-    # 700 tokens have 100 occurrences of everything, 28,000 have 4,000; 128 count.
+    # 700 tokens have 100 occurrences of everything, 28,000 have 4,000; 64 count.
     assert num_reads(28_000) <= 1.5 * num_reads(700)
 
 

@@ -12,8 +12,11 @@ from acceptmoe.policies import (
     POLICIES,
     AcceptDepthPolicy,
     AcceptPolicy,
+    LynxPolicy,
     MoeSpecPolicy,
     NaturalPolicy,
+    OEAPolicy,
+    XSharePolicy,
     load_policy,
 )
 from acceptmoe.selection import BlockRows, RoutedBlock
@@ -51,7 +54,9 @@ def test_the_default_policy_is_path_aware_and_an_object_passes_through():
 
 @pytest.mark.parametrize("spec", ["acept", "", 3, object, ["accept"], ":exponent=1"])
 def test_an_unknown_policy_is_refused_with_the_known_names(spec):
-    with pytest.raises(InvalidArgumentError, match="must be one of accept, accept-depth, moe-spec"):
+    with pytest.raises(
+        InvalidArgumentError, match="must be one of accept, accept-depth, lynx, moe"
+    ):
         load_policy(spec)
 
 
@@ -64,6 +69,11 @@ def test_an_unknown_policy_is_refused_with_the_known_names(spec):
         ("accept:exponent=much", "sets exponent to 'much'; it must be a number"),
         ("accept:exponent=-1", r"exponent is -1; it must be from 0 to 16"),
         ("moe-spec", "'moe-spec' needs budget; write for instance 'moe-spec:budget=16'"),
+        ("lynx", "'lynx' needs drop; write for instance 'lynx:drop=0.25'"),
+        ("lynx:drop=1", "drop is 1; it must be a share of the union, from 0 to less than 1"),
+        ("lynx:drop=nan", "drop is nan; it must be a share of the union"),
+        ("oea:top=0", "top is 0; it must be a whole number of experts, 1 or more"),
+        ("xshare:size=1.5", "size is 1.5; it must be a whole number of experts, 1 or more"),
         ("moe-spec:budget=0", "budget is 0; it must be a whole number of experts, 1 or more"),
         ("moe-spec:budget=2.5", "budget is 2.5; it must be a whole number of experts"),
     ],
@@ -95,6 +105,37 @@ def test_moe_spec_takes_the_largest_gate_sums_of_all_rows():
     gates = torch.tensor([[0.4, 0.1, 0.1, 0.4], [0.1, 0.5, 0.1, 0.3]])
     block = make_block(gates, [[0], [1]], make_rows([0, 1], [1.0, 1e-4]))
     assert MoeSpecPolicy(2).select(block).eligible.tolist() == [False, True, False, True]
+
+
+def test_xshare_keeps_every_rows_best_expert_and_fills_by_gate_sums():
+    """Row bests 0 and 1; sums .5, .6, .5, .4: a size of 3 adds expert 2."""
+    gates = torch.tensor([[0.4, 0.1, 0.3, 0.2], [0.1, 0.5, 0.2, 0.2]])
+    block = make_block(gates, [[2, 0], [1, 3]], make_rows([0, 1], [1.0, 0.5]))
+    assert XSharePolicy(3).select(block).eligible.tolist() == [True, True, True, False]
+    three_rows = torch.cat([gates, torch.tensor([[0.1, 0.1, 0.1, 0.7]])])
+    block = make_block(three_rows, [[0], [1], [3]], make_rows([0, 1, 1], [1.0, 0.5, 0.1]))
+    assert XSharePolicy(1).select(block).eligible.tolist() == [True, True, False, True]
+
+
+def test_oea_shares_the_union_of_the_rows_best_experts():
+    """Best experts 0 and 3; with top=2 the second ones, 2 and 1, join."""
+    gates = torch.tensor([[0.4, 0.1, 0.3, 0.2], [0.1, 0.2, 0.1, 0.6]])
+    block = make_block(gates, [[2, 0], [3, 1]], make_rows([0, 1], [1.0, 0.5]))
+    assert OEAPolicy(1).select(block).eligible.tolist() == [True, False, False, True]
+    assert OEAPolicy(2).select(block).eligible.all()
+    # One row alone gives one expert where two are needed: the largest gate sum fills up.
+    one_row = make_block(gates[:1], [[2, 0]], make_rows([0], [1.0]))
+    assert OEAPolicy(1).select(one_row).eligible.tolist() == [True, False, True, False]
+
+
+def test_lynx_drops_the_least_used_experts_of_the_union():
+    """Uses 3, 1, 1, 1, 0: a quarter of the union of four is one expert, the highest id of three."""
+    gates = torch.full((3, 5), 0.2)
+    natural_ids = [[0, 1], [0, 2], [0, 3]]
+    block = make_block(gates, natural_ids, make_rows([0, 1, 1], [1.0, 0.5, 0.1]))
+    assert LynxPolicy(0.25).select(block).eligible.tolist() == [True, True, True, False, False]
+    assert LynxPolicy(0).select(block).eligible.tolist() == [True] * 4 + [False]
+    assert LynxPolicy(0.9).select(block).eligible.tolist() == [True, True, False, False, False]
 
 
 def test_moe_spec_never_leaves_fewer_experts_than_a_row_needs_nor_counts_padding():

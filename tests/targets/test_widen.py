@@ -1,8 +1,10 @@
+import json
 import math
 import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import acceptmoe
+from acceptmoe.drafting.eagle3 import Eagle3Drafter
+from acceptmoe.drafting.eagle3_checkpoint import save_head
+from acceptmoe.drafting.eagle3_head import Eagle3Config, Eagle3Head
 from acceptmoe.errors import DrafterError, InvalidArgumentError, UnsupportedModelError
 from acceptmoe.table import config_fingerprint
 from acceptmoe.targets.widen import widen, widen_eagle3_head
@@ -33,8 +39,8 @@ SIZES = {
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3}
 
 
-def config_of(family, tied=False):
-    sizes = SIZES | {"tie_word_embeddings": tied}
+def config_of(family, tied=False, num_layers=3):
+    sizes = SIZES | {"tie_word_embeddings": tied, "num_hidden_layers": num_layers}
     if family == "qwen3_moe":  # one dense layer among the sparse ones
         moe = EXPERTS | {"moe_intermediate_size": 16, "mlp_only_layers": [1], "head_dim": 8}
         return Qwen3MoeConfig(**sizes, **moe, norm_topk_prob=True)
@@ -48,9 +54,9 @@ def config_of(family, tied=False):
     return LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)
 
 
-def make_model(family, tied=False, dtype=torch.float32):
+def make_model(family, tied=False, dtype=torch.float32, num_layers=3):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family, tied))
+    model = AutoModelForCausalLM.from_config(config_of(family, tied, num_layers))
     with torch.no_grad():  # norms, biases and sinks start out uniform, which would hide mistakes
         for parameter in model.parameters():
             if parameter.dim() == 1 or parameter.std() == 0:
@@ -433,3 +439,66 @@ def test_what_is_no_head_is_refused():
         widen_eagle3_head(state | {"fc.weight": torch.zeros(24, 70)}, HEAD, 2, 2)
     with pytest.raises(DrafterError, match=r"norm\.weight has the shape \[24, 1\]"):
         widen_eagle3_head(state | {"norm.weight": torch.zeros(24, 1)}, HEAD, 2, 2)
+
+
+def decode_with_head(model, folder, prompt):
+    """The text and every tree of natural speculation with the head in `folder`."""
+    drafter = Eagle3Drafter.from_pretrained(folder, topk=4)
+    wrapped = acceptmoe.wrap(model, policy="natural", drafter=drafter, num_nodes=12, max_depth=3)
+    trees = []
+    wrapped.acceptmoe.observers.append(lambda tree, nodes: trees.append((tree, nodes)))
+    text = wrapped.generate(prompt, max_new_tokens=16, do_sample=False)
+    acceptmoe.unwrap(model)
+    return text, trees
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "layout"),
+    [
+        ("qwen3_moe", True, "specforge"),
+        ("olmoe", False, "speculators"),
+        ("gpt_oss", True, "speculators"),
+    ],
+)
+def test_a_widened_pair_of_target_and_head_decodes_as_the_original_pair(
+    family, tied, layout, tmp_path
+):
+    model = make_model(family, tied, num_layers=4)
+    prompt = torch.arange(5, 13)[None]
+    plain = model.generate(prompt, max_new_tokens=16, do_sample=False)
+    # Its embedding and output matrix are the target's, which widening changes too.
+    config = Eagle3Config(
+        vocab_size=97,
+        draft_vocab_size=97,
+        hidden_size=32,
+        target_hidden_size=32,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        boundaries=(2, 3, 4),
+        fc_norm=True,
+        owns_lm_head=False,
+    )
+    torch.manual_seed(1)
+    head = Eagle3Head(config)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    save_head(head, tmp_path / "head", layout=layout)
+    state = load_file(tmp_path / "head" / "model.safetensors")
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    wide_state, wide_raw = widen_eagle3_head(state, raw, 4, 2)
+    (tmp_path / "wide").mkdir()
+    save_file(wide_state, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(wide_raw))
+    text, trees = decode_with_head(model, tmp_path / "head", prompt)
+    wide_text, wide_trees = decode_with_head(widen(model, 4, 2), tmp_path / "wide", prompt)
+    assert torch.equal(text, plain)
+    assert torch.equal(wide_text, plain)
+    assert len(trees) == len(wide_trees)
+    for (tree, nodes), (wide_tree, wide_nodes) in zip(trees, wide_trees, strict=True):
+        assert (wide_tree.tokens, wide_tree.parents) == (tree.tokens, tree.parents)
+        assert wide_nodes == nodes
+        probabilities = pytest.approx(tree.path_probabilities, abs=1e-4)  # fp32 softmax of logits
+        assert wide_tree.path_probabilities == probabilities

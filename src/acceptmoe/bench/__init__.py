@@ -1,0 +1,1 @@
+"""What the benchmark commands measure; everything here returns rows and prints nothing."""

@@ -14,10 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from acceptmoe.drafting.assistant import AssistantDrafter
 from acceptmoe.drafting.drafter import Drafter
+from acceptmoe.drafting.eagle3 import Eagle3Drafter
+from acceptmoe.drafting.eagle3_layouts import describes_eagle3
 from acceptmoe.drafting.ngram import NgramDrafter
 from acceptmoe.errors import DrafterError, InvalidArgumentError
 
-__all__ = ["AssistantDrafter", "Drafter", "NgramDrafter", "load_drafter"]
+__all__ = ["AssistantDrafter", "Drafter", "Eagle3Drafter", "NgramDrafter", "load_drafter"]
 
 ALLOWED_FORMS = (
     "allowed: 'ngram', the folder of a checkpoint, a transformers causal language model, or a "
@@ -29,7 +31,7 @@ def load_drafter(spec: Drafter | PreTrainedModel | str | os.PathLike[str]) -> Dr
     """The drafter that `spec` stands for.
 
     - `"ngram"`: prompt lookup, no weights;
-    - a checkpoint folder: what its config says, an assistant model unless it is a draft head;
+    - a checkpoint folder: by its config an EAGLE-3 head or an assistant model;
     - a transformers causal language model: `AssistantDrafter` with its defaults;
     - a `Drafter`: itself.
 
@@ -120,5 +122,6 @@ NAMED_DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 # Read from the top: whether a folder's config belongs to the loader, and the loader. A draft head
 # goes before the causal models, some heads carry such a model's class name.
 FOLDER_LOADERS: list[tuple[Callable[[dict[str, Any]], bool], Callable[[Path], Drafter]]] = [
+    (describes_eagle3, Eagle3Drafter.from_pretrained),
     (_is_causal_lm, _load_assistant),
 ]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from acceptmoe.errors import DrafterError, InvalidArgumentError
-from acceptmoe.models.kv import keep_path
+from acceptmoe.models.kv import find_cache_keyword, keep_path
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
 MAX_WIDTH = 1024  # far above any useful frontier; an absurd number is a caller's slip
@@ -223,8 +223,7 @@ class _AssistantForward:
         self._cache_keyword = find_cache_keyword(model) or "past_key_values"
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._window = _attention_window(model)
-        layer_types = getattr(_text_config(model), "layer_types", None)
-        self._layer_types = sorted(set(layer_types or ()))
+        self._layer_types = _layer_types(model)
         # Embeddings that accelerate keeps off the device are fetched by its hooks, from any device.
         device = model.get_input_embeddings().weight.device
         self._device = torch.device("cpu") if device.type == "meta" else device
@@ -306,13 +305,21 @@ def check_assistant(model: PreTrainedModel) -> None:
     config = model.config
     problem = None
     if config.is_encoder_decoder:
-        problem = "is an encoder-decoder model; an assistant must be decoder-only"
+        problem = (
+            "is an encoder-decoder model; an assistant must be decoder-only; choose a causal one"
+        )
     elif model.get_output_embeddings() is None:
-        problem = "has no language-model head; an assistant must be a causal language model"
+        problem = "has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
     elif getattr(model, "_is_stateful", False):
-        problem = "is stateful (recurrent layers), so tree branches would mix; it needs attention"
+        problem = (
+            "is stateful (recurrent layers), so the branches of a tree would mix; choose a model "
+            "with attention layers only"
+        )
     elif find_cache_keyword(model) is None:
-        problem = "takes no key-value cache; an assistant must keep one between drafts"
+        problem = (
+            "takes no key-value cache ('cache' or 'past_key_values' in its forward); an assistant "
+            "keeps one between drafts; choose a model of transformers' own"
+        )
     elif config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         problem = (
             f"uses {config._attn_implementation} attention, which takes no tree mask; allowed: "
@@ -328,15 +335,20 @@ def check_assistant(model: PreTrainedModel) -> None:
 
 def _find_layer_problem(model: PreTrainedModel) -> str | None:
     """Why the attention layers cannot draft trees, or None."""
+    only = (
+        "; only full and sliding-window attention can draft trees; choose a model without hybrid, "
+        "chunked or indexed layers"
+    )
+    # Chunked layers would pass for sliding ones by their cache, but see less.
+    others = sorted(_layer_types(model) - {FULL, SLIDING})
+    if others:
+        return f"has {' and '.join(others)} layers{only}"
     windows = set()
     for number, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) is DynamicSlidingWindowLayer:
             windows.add(layer.sliding_window)
         elif type(layer) is not DynamicLayer:
-            return (
-                f"keeps a {type(layer).__name__} in layer {number}; only full and sliding-window "
-                "attention can draft trees; choose a model without hybrid or indexed layers"
-            )
+            return f"keeps a {type(layer).__name__} in layer {number}{only}"
     if len(windows) > 1:
         return (
             f"has layers with different attention windows ({sorted(windows)}); all must be equal; "
@@ -345,10 +357,13 @@ def _find_layer_problem(model: PreTrainedModel) -> str | None:
     return None
 
 
-def find_cache_keyword(model: PreTrainedModel) -> str | None:
-    """The name under which the model's forward takes its cache, or None; it differs by version."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+def _layer_types(model: PreTrainedModel) -> set[str]:
+    """The kinds of attention that the config names; empty when it leaves them to the window."""
+    config = _text_config(model)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None and getattr(config, "attention_chunk_size", None) is not None:
+        layer_types = ["chunked_attention"]
+    return set(layer_types or ())
 
 
 def _attention_window(model: PreTrainedModel) -> int | None:

@@ -175,7 +175,7 @@ class Eagle3Head(nn.Module):
         """Rotated queries [..., R, A, d], rotated keys and values [..., R, C, d], the residual.
 
         `embeddings` [..., R, H] belong to the token after the one whose `states` [..., R, H] they
-        are paired with; `cos` and `sin` [R, d] come from `rotary_table`.
+        are paired with; `cos` and `sin` [(...,) R, d] are rows of `rotary_table`.
         """
         config, eps = self.config, self.config.rms_norm_eps
         shape = self.input_layernorm.shape
@@ -190,7 +190,7 @@ class Eagle3Head(nn.Module):
             q, k = rotated.split((config.num_heads, config.num_kv_heads), dim=-2)
             q = F.rms_norm(q, self.q_norm.shape, self.q_norm, eps)
             rotated = torch.cat((q, F.rms_norm(k, self.k_norm.shape, self.k_norm, eps)), dim=-2)
-        rotated = rotate(rotated, cos[:, None], sin[:, None])
+        rotated = rotate(rotated, cos[..., None, :], sin[..., None, :])
         queries = rotated[..., : config.num_heads, :]
         return queries, rotated[..., config.num_heads :, :], qkv[..., num_rotated:, :], residual
 

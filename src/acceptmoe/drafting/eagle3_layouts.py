@@ -28,9 +28,8 @@ def describes_eagle3(raw: ConfigDict) -> bool:
     """Whether the config alone shows that the folder holds an EAGLE-3 head."""
     if is_nested(raw):
         return raw.get("speculators_model_type") == "eagle3"
-    names = raw.get("architectures") or ()
     return (
-        any("eagle3" in str(name).lower() for name in names)
+        "eagle3" in str(raw.get("architectures")).lower()
         or "draft_vocab_size" in raw
         or "eagle_config" in raw
     )
@@ -213,7 +212,7 @@ def _flat_ids(boundaries: tuple[int, ...]) -> list[int]:
 def _refuse_other_architectures(raw: ConfigDict, layer: ConfigDict) -> None:
     """Raise for heads whose weights would load, or nearly, and then mean something else."""
     is_mla = any(layer.get(key) for key in ("kv_lora_rank", "q_lora_rank"))
-    if is_mla or any("mla" in str(name).lower() for name in raw.get("architectures") or ()):
+    if is_mla or "MLA" in str(raw.get("architectures")).upper():
         raise DrafterError(
             "the head has multi-head latent attention (MLA); only heads with ordinary attention "
             "can be loaded"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from acceptmoe.errors import UnsupportedModelError
 from acceptmoe.models.family import Family
+from acceptmoe.models.kv import find_cache_keyword
 from acceptmoe.models.refusals import check_kind
 from acceptmoe.tree import TreeShape, tree_attention_mask
 
@@ -71,7 +71,7 @@ class MoEAdapter:
         self.num_experts = int(self.layers[0].router.num_experts)  # type: ignore[arg-type]
         self.experts_per_token = int(self.layers[0].router.top_k)  # type: ignore[arg-type]
         self.num_token_ids = num_token_ids(model)
-        self.cache_keyword = cache_keyword(model)
+        self.cache_keyword = find_cache_keyword(model) or "past_key_values"
         self._mask_windows = _mask_windows(model, self.family)
 
     def _check_attention(self, model: PreTrainedModel) -> None:
@@ -98,12 +98,6 @@ def num_token_ids(model: PreTrainedModel) -> int:
     """How many token ids the model can read; configurations sometimes name fewer than it has."""
     embeddings: Any = model.get_input_embeddings()
     return int(embeddings.weight.shape[0])
-
-
-def cache_keyword(model: PreTrainedModel) -> str:
-    """The name under which this Transformers version passes the cache to `forward`."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def find_sparse_layers(model: PreTrainedModel, family: Family) -> tuple[SparseLayer, ...]:

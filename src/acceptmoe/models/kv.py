@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from acceptmoe.errors import UnsupportedGenerateError
@@ -15,6 +16,12 @@ from acceptmoe.errors import UnsupportedGenerateError
 # Exact types only: a subclass may keep more per token (indexer keys) or move what lies in a slot.
 COMPACTABLE_LAYERS = (DynamicLayer, StaticLayer)
 CACHE_IMPLEMENTATIONS = (None, "dynamic", "static")
+
+
+def find_cache_keyword(model: PreTrainedModel) -> str | None:
+    """The name under which the model's forward takes its cache, or None; it differs by version."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def make_cache(implementation: str | None, config: PretrainedConfig, num_slots: int) -> Cache:

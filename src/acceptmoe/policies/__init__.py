@@ -7,15 +7,28 @@ import inspect
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.accept import AcceptPolicy
 from acceptmoe.policies.accept_depth import AcceptDepthPolicy
+from acceptmoe.policies.lynx import LynxPolicy
 from acceptmoe.policies.moe_spec import MoeSpecPolicy
 from acceptmoe.policies.natural import NaturalPolicy
+from acceptmoe.policies.oea import OEAPolicy
 from acceptmoe.policies.policy import RoutingPolicy
+from acceptmoe.policies.xshare import XSharePolicy
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
     policy.name: policy
-    for policy in (AcceptPolicy, AcceptDepthPolicy, NaturalPolicy, MoeSpecPolicy)
+    for policy in (
+        AcceptPolicy,
+        AcceptDepthPolicy,
+        NaturalPolicy,
+        MoeSpecPolicy,
+        XSharePolicy,
+        OEAPolicy,
+        LynxPolicy,
+    )
 }
 DEFAULT_POLICY = AcceptPolicy.name
+# For the settings that have no default, because no value suits every number of experts.
+EXAMPLES = {"budget": "16", "size": "16", "top": "2", "drop": "0.25"}
 
 
 def load_policy(spec: str | RoutingPolicy | None) -> RoutingPolicy:
@@ -44,7 +57,7 @@ def load_policy(spec: str | RoutingPolicy | None) -> RoutingPolicy:
     if missing:
         raise InvalidArgumentError(
             f"policy {name!r} needs {missing[0]}; write for instance "
-            f"{name + ':' + missing[0] + '=16'!r}"
+            f"'{name}:{missing[0]}={EXAMPLES[missing[0]]}'"
         )
     return kind(**settings)
 
@@ -79,8 +92,11 @@ __all__ = [
     "POLICIES",
     "AcceptDepthPolicy",
     "AcceptPolicy",
+    "LynxPolicy",
     "MoeSpecPolicy",
     "NaturalPolicy",
+    "OEAPolicy",
     "RoutingPolicy",
+    "XSharePolicy",
     "load_policy",
 ]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.policy import RoutingPolicy
+from acceptmoe.policies.ranking import best_of, check_count
 from acceptmoe.selection import RoutedBlock, Selection
 
 
@@ -22,18 +20,11 @@ class MoeSpecPolicy(RoutingPolicy):
     name = "moe-spec"
 
     def __init__(self, budget: int) -> None:
-        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-            raise InvalidArgumentError(
-                f"budget is {budget!r}; it must be a whole number of experts, 1 or more"
-            )
-        self.budget = budget
+        self.budget = check_count("budget", budget)
 
     def select(self, block: RoutedBlock) -> Selection:
-        budget = min(max(self.budget, block.natural_ids.shape[1]), block.num_experts)
         score = (block.gates * block.rows.is_real[:, None]).sum(dim=0)
-        # Stable, so that the lower id wins a tie.
-        best = torch.sort(score, descending=True, stable=True).indices[:budget]
-        return Selection(torch.zeros_like(score, dtype=torch.bool).scatter_(0, best, True))
+        return Selection(best_of(score, max(self.budget, block.natural_ids.shape[1])))
 
     def params(self) -> dict[str, Any]:
         return {"budget": self.budget}

@@ -1,4 +1,4 @@
-"""School algebra with worked steps, shaped like MATH500: equations, systems, sequences, functions."""
+"""School algebra with worked steps, shaped like MATH500: equations, sequences, functions."""
 
 from collections.abc import Callable
 from random import Random

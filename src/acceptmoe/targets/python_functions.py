@@ -16,23 +16,122 @@ from acceptmoe.targets.problem import Case, Problem
 _NUM_HIDDEN_CASES = 5
 _MAX_ASSERTIONS_PROMPT = 300  # characters; a few functions answer with long lists
 
-_LISTS = "nums values numbers items data scores points prices sizes ages".split()
-_TEXTS = "text line phrase message title note".split()
-_WORD_LISTS = "words names tags labels keys terms".split()
-_INTS = "n m a b x y".split()
-_LIMITS = "k limit bound size level mark".split()
-_WORDS = (
-    "tree sun moon river stone apple bread noon level radar eye door east sea star ice oat ant egg "
-    "salt rice trip road rain snow tea cat dog sheep otter eagle tiger ox robin island orange table "
-    "image idea inn oil ship soap test taste tool roof rope rose art area iron silo tot refer pop"
-).split()
-_VERBS = (
-    "get find make compute build take pick give read solve check scan apply run use do sort form"
-).split()
-_NOUNS = (
-    "result list total part group stuff things parts output answer series entry table row field "
-    "block set report record batch"
-).split()
+_LISTS = [
+    "nums",
+    "values",
+    "numbers",
+    "items",
+    "data",
+    "scores",
+    "points",
+    "prices",
+    "sizes",
+    "ages",
+]
+_TEXTS = ["text", "line", "phrase", "message", "title", "note"]
+_WORD_LISTS = ["words", "names", "tags", "labels", "keys", "terms"]
+_INTS = ["n", "m", "a", "b", "x", "y"]
+_LIMITS = ["k", "limit", "bound", "size", "level", "mark"]
+_WORDS = [
+    "tree",
+    "sun",
+    "moon",
+    "river",
+    "stone",
+    "apple",
+    "bread",
+    "noon",
+    "level",
+    "radar",
+    "eye",
+    "door",
+    "east",
+    "sea",
+    "star",
+    "ice",
+    "oat",
+    "ant",
+    "egg",
+    "salt",
+    "rice",
+    "trip",
+    "road",
+    "rain",
+    "snow",
+    "tea",
+    "cat",
+    "dog",
+    "sheep",
+    "otter",
+    "eagle",
+    "tiger",
+    "ox",
+    "robin",
+    "island",
+    "orange",
+    "table",
+    "image",
+    "idea",
+    "inn",
+    "oil",
+    "ship",
+    "soap",
+    "test",
+    "taste",
+    "tool",
+    "roof",
+    "rope",
+    "rose",
+    "art",
+    "area",
+    "iron",
+    "silo",
+    "tot",
+    "refer",
+    "pop",
+]
+_VERBS = [
+    "get",
+    "find",
+    "make",
+    "compute",
+    "build",
+    "take",
+    "pick",
+    "give",
+    "read",
+    "solve",
+    "check",
+    "scan",
+    "apply",
+    "run",
+    "use",
+    "do",
+    "sort",
+    "form",
+]
+_NOUNS = [
+    "result",
+    "list",
+    "total",
+    "part",
+    "group",
+    "stuff",
+    "things",
+    "parts",
+    "output",
+    "answer",
+    "series",
+    "entry",
+    "table",
+    "row",
+    "field",
+    "block",
+    "set",
+    "report",
+    "record",
+    "batch",
+]
 
 
 @dataclass(frozen=True)
@@ -199,8 +298,23 @@ def _list_function(rng: Random) -> _Function:
     values, limit = rng.choice(_LISTS), rng.choice(_LIMITS)
     test, made = _number_test(rng, limit), _number_map(rng, limit)
     kind = rng.choice(
-        ("map", "filter", "both", "both", "sum", "sum", "count", "any", "all", "first", "max")
-        + ("positions", "product", "replace", "split")
+        (
+            "map",
+            "filter",
+            "both",
+            "both",
+            "sum",
+            "sum",
+            "count",
+            "any",
+            "all",
+            "first",
+            "max",
+            "positions",
+            "product",
+            "replace",
+            "split",
+        )
     )
     kept = f"those numbers that are {test.phrase}"
     if " " not in test.phrase and rng.random() < 0.5:
@@ -328,13 +442,19 @@ def _order_function(rng: Random) -> _Function:
             (f"the {limit} smallest items of {values}", f"sorted({values})[:{limit}]", True),
             (f"the distinct items of {values} in order", f"sorted(set({values}))", False),
             (f"how many distinct items {values} has", f"len(set({values}))", False),
-            (f"the gap between the largest and smallest of {values}",
-             f"max({values}) - min({values})", False),
+            (
+                f"the gap between the largest and smallest of {values}",
+                f"max({values}) - min({values})",
+                False,
+            ),
             (f"the mean of {values}, rounded down", f"sum({values}) // len({values})", False),
             (f"whether {values} is sorted", f"{values} == sorted({values})", False),
             (f"how often {limit} occurs in {values}", f"{values}.count({limit})", True),
-            (f"the position of the largest item of {values}",
-             f"{values}.index(max({values}))", False),
+            (
+                f"the position of the largest item of {values}",
+                f"{values}.index(max({values}))",
+                False,
+            ),
         )
     )
     extra = (limit,) if has_limit else ()
@@ -408,39 +528,60 @@ def _pair_function(rng: Random) -> _Function:
     first, second = rng.sample(_LISTS, 2)
     sentence, code = rng.choice(
         (
-            (f"the sums of pairs of {first} and {second}",
-             f"[a + b for a, b in zip({first}, {second})]"),
-            (f"the products of pairs of {first} and {second}",
-             f"[a * b for a, b in zip({first}, {second})]"),
-            (f"the differences of pairs of {first} and {second}",
-             f"[a - b for a, b in zip({first}, {second})]"),
-            (f"the larger of each pair of {first} and {second}",
-             f"[max(a, b) for a, b in zip({first}, {second})]"),
-            (f"the smaller of each pair of {first} and {second}",
-             f"[min(a, b) for a, b in zip({first}, {second})]"),
-            (f"the dot product of {first} and {second}",
-             f"sum(a * b for a, b in zip({first}, {second}))"),
-            (f"how many pairs of {first} and {second} are equal",
-             f"sum(a == b for a, b in zip({first}, {second}))"),
-            (f"the items of {first} that are in {second}",
-             f"[n for n in {first} if n in {second}]"),
-            (f"the items of {first} that are not in {second}",
-             f"[n for n in {first} if n not in {second}]"),
+            (
+                f"the sums of pairs of {first} and {second}",
+                f"[a + b for a, b in zip({first}, {second})]",
+            ),
+            (
+                f"the products of pairs of {first} and {second}",
+                f"[a * b for a, b in zip({first}, {second})]",
+            ),
+            (
+                f"the differences of pairs of {first} and {second}",
+                f"[a - b for a, b in zip({first}, {second})]",
+            ),
+            (
+                f"the larger of each pair of {first} and {second}",
+                f"[max(a, b) for a, b in zip({first}, {second})]",
+            ),
+            (
+                f"the smaller of each pair of {first} and {second}",
+                f"[min(a, b) for a, b in zip({first}, {second})]",
+            ),
+            (
+                f"the dot product of {first} and {second}",
+                f"sum(a * b for a, b in zip({first}, {second}))",
+            ),
+            (
+                f"how many pairs of {first} and {second} are equal",
+                f"sum(a == b for a, b in zip({first}, {second}))",
+            ),
+            (
+                f"the items of {first} that are in {second}",
+                f"[n for n in {first} if n in {second}]",
+            ),
+            (
+                f"the items of {first} that are not in {second}",
+                f"[n for n in {first} if n not in {second}]",
+            ),
             (f"the items of {first} followed by those of {second}", f"{first} + {second}"),
             (f"the sorted items of {first} and {second}", f"sorted({first} + {second})"),
-            (f"whether {first} and {second} share an item",
-             f"any(n in {second} for n in {first})"),
+            (f"whether {first} and {second} share an item", f"any(n in {second} for n in {first})"),
             (f"whether {first} has a larger sum than {second}", f"sum({first}) > sum({second})"),
-            (f"the longer of {first} and {second}",
-             f"{first} if len({first}) >= len({second}) else {second}"),
+            (
+                f"the longer of {first} and {second}",
+                f"{first} if len({first}) >= len({second}) else {second}",
+            ),
         )
     )
     return _Function(
         (first, second),
         sentence,
         (f"return {code}",),
-        lambda draw: ([draw.randint(0, 6) for _ in range(draw.randint(1, 4))],
-                      [draw.randint(0, 6) for _ in range(draw.randint(1, 4))]),
+        lambda draw: (
+            [draw.randint(0, 6) for _ in range(draw.randint(1, 4))],
+            [draw.randint(0, 6) for _ in range(draw.randint(1, 4))],
+        ),
     )
 
 
@@ -568,10 +709,12 @@ def _text_function(rng: Random) -> _Function:
                 (f"{text} read backwards", f"{text}[::-1]", False),
                 (f"the number of words in {text}", f"len({text}.split())", False),
                 (f"the number of distinct characters in {text}", f"len(set({text}))", False),
-                (f"the words of {text} in reverse order",
-                 f"' '.join({text}.split()[::-1])", False),
-                (f"the words of {text} in sorted order",
-                 f"' '.join(sorted({text}.split()))", False),
+                (f"the words of {text} in reverse order", f"' '.join({text}.split()[::-1])", False),
+                (
+                    f"the words of {text} in sorted order",
+                    f"' '.join(sorted({text}.split()))",
+                    False,
+                ),
                 (f"the longest word of {text}", f"max({text}.split(), key=len)", False),
                 (f"whether {text} is a palindrome", f"{text} == {text}[::-1]", False),
                 (f"{text} with dashes in place of spaces", f"{text}.replace(' ', '-')", False),
@@ -611,8 +754,10 @@ def _integer_function(rng: Random) -> _Function:
                 (f"{a} in binary as a string", f"bin({a})[2:]"),
                 (f"the divisors of {a}", f"[i for i in range(1, {a} + 1) if {a} % i == 0]"),
                 (f"the number of divisors of {a}", f"sum({a} % i == 0 for i in range(1, {a} + 1))"),
-                (f"whether {a} is a prime number",
-                 f"{a} > 1 and all({a} % i for i in range(2, {a}))"),
+                (
+                    f"whether {a} is a prime number",
+                    f"{a} > 1 and all({a} % i for i in range(2, {a}))",
+                ),
                 (f"a countdown list from {a} to 1", f"list(range({a}, 0, -1))"),
             )
         )
@@ -673,9 +818,7 @@ def _integer_function(rng: Random) -> _Function:
             f"        total += {made.code}",
             "return total",
         )
-        return _Function(
-            (a,), f"the sum of the {span}", body, lambda draw: (draw.randint(1, 15),)
-        )
+        return _Function((a,), f"the sum of the {span}", body, lambda draw: (draw.randint(1, 15),))
     if kind == "branch":
         test = _number_test(rng, b)
         condition = test.code.replace("n", a, 1)
@@ -700,60 +843,77 @@ def _integer_function(rng: Random) -> _Function:
             (f"if {condition}:", f"    return {yes.code}", f"return {no.code}"),
             lambda draw: tuple(_draw_int(draw) for _ in params),
         )
-    sentence, body = rng.choice(
+    loops: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
+            f"the product of the numbers from 1 to {a}",
+            ("result = 1", f"for i in range(1, {a} + 1):", "    result *= i", "return result"),
+        ),
+        (
+            f"the first {a} Fibonacci numbers",
             (
-                f"the product of the numbers from 1 to {a}",
-                ("result = 1", f"for i in range(1, {a} + 1):", "    result *= i", "return result"),
+                "result = [0, 1]",
+                f"while len(result) < {a}:",
+                "    result.append(result[-1] + result[-2])",
+                f"return result[:{a}]",
             ),
+        ),
+        (
+            f"how often {a} can be halved evenly",
             (
-                f"the first {a} Fibonacci numbers",
-                (
-                    "result = [0, 1]",
-                    f"while len(result) < {a}:",
-                    "    result.append(result[-1] + result[-2])",
-                    f"return result[:{a}]",
-                ),
+                "count = 0",
+                f"while {a} % 2 == 0:",
+                "    count += 1",
+                f"    {a} //= 2",
+                "return count",
             ),
-            (
-                f"how often {a} can be halved evenly",
-                (
-                    "count = 0",
-                    f"while {a} % 2 == 0:",
-                    "    count += 1",
-                    f"    {a} //= 2",
-                    "return count",
-                ),
-            ),
-            (
-                f"the sum of the numbers from 1 to {a}",
-                ("total = 0", f"for i in range(1, {a} + 1):", "    total += i", "return total"),
-            ),
-        )
+        ),
+        (
+            f"the sum of the numbers from 1 to {a}",
+            ("total = 0", f"for i in range(1, {a} + 1):", "    total += i", "return total"),
+        ),
     )
-    return _Function((a,), sentence, body, lambda draw: (draw.randint(1, 12),))
+    sentence, loop = rng.choice(loops)
+    return _Function((a,), sentence, loop, lambda draw: (draw.randint(1, 12),))
 
 
 def _dict_function(rng: Random) -> _Function:
-    table = rng.choice("table prices stock counts scores ages".split())
+    table = rng.choice(["table", "prices", "stock", "counts", "scores", "ages"])
     limit = rng.choice([name for name in _LIMITS if name != "k"])  # k is the key in these bodies
     c = rng.randint(2, 6)
     value = rng.choice((limit, str(c)))
     extra = (limit,) if value == limit else ()
     sentence, code, uses = rng.choice(
         (
-            (f"the keys of {table} with values above {value}",
-             f"[k for k, v in {table}.items() if v > {value}]", True),
-            (f"the keys of {table} with values below {value}",
-             f"[k for k, v in {table}.items() if v < {value}]", True),
-            (f"the entries of {table} with values above {value}",
-             "{k: v for k, v in " + f"{table}.items() if v > {value}" + "}", True),
-            (f"{table} with {value} added to every value",
-             "{k: v + " + f"{value} for k, v in {table}.items()" + "}", True),
-            (f"{table} with every value times {value}",
-             "{k: v * " + f"{value} for k, v in {table}.items()" + "}", True),
-            (f"{table} with keys and values swapped",
-             "{v: k for k, v in " + f"{table}.items()" + "}", False),
+            (
+                f"the keys of {table} with values above {value}",
+                f"[k for k, v in {table}.items() if v > {value}]",
+                True,
+            ),
+            (
+                f"the keys of {table} with values below {value}",
+                f"[k for k, v in {table}.items() if v < {value}]",
+                True,
+            ),
+            (
+                f"the entries of {table} with values above {value}",
+                "{k: v for k, v in " + f"{table}.items() if v > {value}" + "}",
+                True,
+            ),
+            (
+                f"{table} with {value} added to every value",
+                "{k: v + " + f"{value} for k, v in {table}.items()" + "}",
+                True,
+            ),
+            (
+                f"{table} with every value times {value}",
+                "{k: v * " + f"{value} for k, v in {table}.items()" + "}",
+                True,
+            ),
+            (
+                f"{table} with keys and values swapped",
+                "{v: k for k, v in " + f"{table}.items()" + "}",
+                False,
+            ),
             (f"the sum of the values of {table}", f"sum({table}.values())", False),
             (f"the largest value of {table}", f"max({table}.values())", False),
             (f"the sorted keys of {table}", f"sorted({table})", False),
@@ -794,7 +954,7 @@ def _cases(rng: Random, function: _Function, name: str, program: str, count: int
         arguments = ", ".join(map(repr, function.draw_arguments(rng)))
         call = f"{name}({arguments})"
         if call not in cases:
-            # Evaluated from its text: a function that changes its argument must not change the case.
+            # Evaluated from its text: a function that changes its argument must not change it.
             cases[call] = Case(call, repr(eval(call, namespace)))
         if len(cases) == count:
             break

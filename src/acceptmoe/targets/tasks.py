@@ -80,7 +80,7 @@ def check(problem: Problem, completion: str, ended: bool) -> bool:
 def check_all(
     problems: Sequence[Problem], completions: Sequence[str], ended: Sequence[bool]
 ) -> list[bool]:
-    """Check many completions at once; generated code runs in one sandbox process for all of them."""
+    """Check many completions; generated code runs in one sandbox process for all of them."""
     if not len(problems) == len(completions) == len(ended):
         raise InvalidArgumentError(
             f"problems, completions and ended have lengths {len(problems)}, {len(completions)} and "

@@ -1,4 +1,4 @@
-"""Arithmetic word problems with worked steps, shaped like GSM8K: two to four steps, small numbers."""
+"""Arithmetic word problems with worked steps, shaped like GSM8K: small numbers, 2 to 6 steps."""
 
 from collections.abc import Callable
 from random import Random
@@ -11,24 +11,113 @@ from acceptmoe.targets.arithmetic import (
 )
 from acceptmoe.targets.problem import Problem
 
-_SHE = (
-    "Mia Anna Lena Sara Nora Ella Ruth Jane Kim Lucy Maria Rosa Tina Vera Wendy Zoe "
-    "Alice Clara Diana Emma Grace Helen Iris Julia"
-).split()
-_HE = (
-    "Tom Ben Sam Max Leo Paul Omar Ivan Jack Karl Luke Mark Noah Oscar Peter Ravi "
-    "Simon Tim Victor Will Adam Carl David Eric"
-).split()
-_THINGS = (
-    "apples pears plums lemons oranges cookies candies muffins marbles stickers stamps coins "
-    "shells stones cards books pens pencils crayons balloons buttons beads toys blocks flowers "
-    "roses eggs cakes ribbons badges"
-).split()
-_GOODS = (
-    "pen book ball cap cup plate lamp toy scarf ticket sandwich juice cake kite brush bag mug "
-    "poster chair plant"
-).split()
-_BOXES = "boxes bags packs jars baskets trays crates".split()
+_SHE = [
+    "Mia",
+    "Anna",
+    "Lena",
+    "Sara",
+    "Nora",
+    "Ella",
+    "Ruth",
+    "Jane",
+    "Kim",
+    "Lucy",
+    "Maria",
+    "Rosa",
+    "Tina",
+    "Vera",
+    "Wendy",
+    "Zoe",
+    "Alice",
+    "Clara",
+    "Diana",
+    "Emma",
+    "Grace",
+    "Helen",
+    "Iris",
+    "Julia",
+]
+_HE = [
+    "Tom",
+    "Ben",
+    "Sam",
+    "Max",
+    "Leo",
+    "Paul",
+    "Omar",
+    "Ivan",
+    "Jack",
+    "Karl",
+    "Luke",
+    "Mark",
+    "Noah",
+    "Oscar",
+    "Peter",
+    "Ravi",
+    "Simon",
+    "Tim",
+    "Victor",
+    "Will",
+    "Adam",
+    "Carl",
+    "David",
+    "Eric",
+]
+_THINGS = [
+    "apples",
+    "pears",
+    "plums",
+    "lemons",
+    "oranges",
+    "cookies",
+    "candies",
+    "muffins",
+    "marbles",
+    "stickers",
+    "stamps",
+    "coins",
+    "shells",
+    "stones",
+    "cards",
+    "books",
+    "pens",
+    "pencils",
+    "crayons",
+    "balloons",
+    "buttons",
+    "beads",
+    "toys",
+    "blocks",
+    "flowers",
+    "roses",
+    "eggs",
+    "cakes",
+    "ribbons",
+    "badges",
+]
+_GOODS = [
+    "pen",
+    "book",
+    "ball",
+    "cap",
+    "cup",
+    "plate",
+    "lamp",
+    "toy",
+    "scarf",
+    "ticket",
+    "sandwich",
+    "juice",
+    "cake",
+    "kite",
+    "brush",
+    "bag",
+    "mug",
+    "poster",
+    "chair",
+    "plant",
+]
+_BOXES = ["boxes", "bags", "packs", "jars", "baskets", "trays", "crates"]
 _MAKERS = (
     ("bakes", "loaves"),
     ("paints", "tiles"),
@@ -43,7 +132,13 @@ _MAKERS = (
 )
 _VENUES = ("hall", "theater", "bus", "train", "stadium", "classroom", "cinema", "church")
 _RIDES = ("bus", "train", "ferry", "tram", "boat")
-_PACES = (("walks", "km"), ("runs", "km"), ("cycles", "miles"), ("swims", "laps"), ("rows", "miles"))
+_PACES = (
+    ("walks", "km"),
+    ("runs", "km"),
+    ("cycles", "miles"),
+    ("swims", "laps"),
+    ("rows", "miles"),
+)
 _SPANS = ("day", "week", "morning", "evening")
 
 
@@ -236,10 +331,7 @@ def _output(rng: Random) -> _Story:
             )
         )
         return f"{story} {ending}", work, work.subtract(made, bad, "Left")
-    if made > 90:
-        goal = 99
-    else:
-        goal = rng.randint(made + 2, 99)
+    goal = 99 if made > 90 else rng.randint(made + 2, 99)
     ending = f"{pronoun} needs {goal} {things}. How many more {things} does {name} need?"
     return f"{story} {ending}", work, work.subtract(goal, made, "Still needed")
 
@@ -375,7 +467,13 @@ def _groups(rng: Random) -> _Story:
     total = size * groups
     one = rng.randint(1, total - 1)
     pair = rng.choice(
-        (("boys", "girls"), ("cats", "dogs"), ("cows", "goats"), ("men", "women"), ("ducks", "geese"))
+        (
+            ("boys", "girls"),
+            ("cats", "dogs"),
+            ("cows", "goats"),
+            ("men", "women"),
+            ("ducks", "geese"),
+        )
     )
     place = rng.choice(("class", "club", "village", "park", "camp", "farm"))
     unit = rng.choice(("teams", "groups", "tents", "rows"))

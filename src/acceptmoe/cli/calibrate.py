@@ -1,0 +1,141 @@
+"""`acceptmoe calibrate`: make the commitment table of a target and a drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acceptmoe.bench.provenance import command_line
+from acceptmoe.bench.workloads import encode, mixed_problems
+from acceptmoe.calibrate import calibrate as make_table
+from acceptmoe.cli.console import print_json, print_line, print_remark, progress_bar, reports_errors
+from acceptmoe.cli.loading import LoadingError, open_drafter, open_target
+from acceptmoe.cli.options import (
+    AsJson,
+    Device,
+    DeviceOption,
+    Drafter,
+    Dtype,
+    DtypeOption,
+    MaxDepth,
+    MaxNewTokens,
+    NumNodes,
+    Seed,
+)
+from acceptmoe.targets.tasks import TASKS
+
+SPLIT = "calibration"  # disjoint from the prompts of the demo and the benchmarks
+
+
+@reports_errors
+def calibrate(
+    target: Annotated[
+        str, typer.Option("--target", help="A bundled target or the folder of a checkpoint.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The table's file; replaced if it exists.")],
+    drafter: Drafter = None,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            "--prompts",
+            help=f"A text file with one prompt a line, or tasks separated by commas "
+            f"({', '.join(TASKS)}); of tasks the calibration split is taken.",
+        ),
+    ] = ",".join(TASKS),
+    count: Annotated[
+        int, typer.Option(min=2, max=1_000_000, help="Prompts in all, or the file's first ones.")
+    ] = 200,
+    num_nodes: NumNodes = 32,
+    max_depth: MaxDepth = 5,
+    max_new_tokens: MaxNewTokens = 128,
+    held_out: Annotated[
+        float, typer.Option(min=0.01, max=0.99, help="Share of prompts the curve is tested on.")
+    ] = 0.25,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Decode prompts by natural draft trees and count which draft nodes the output commits."""
+    check_writable(out)
+    texts = read_prompts(prompts, count, seed)
+    opened = open_target(target, dtype, device)
+    chosen = open_drafter(drafter, opened)
+    with progress_bar("decoding") as progress:
+        table = make_table(
+            opened.model,
+            chosen,
+            [encode(opened.tokenizer, text, opened.model.device) for text in texts],
+            num_nodes=num_nodes,
+            max_depth=max_depth,
+            max_new_tokens=max_new_tokens,
+            held_out_fraction=held_out,
+            seed=seed,
+            target=opened.name,
+            dataset=dataset_name(prompts),
+            command=command_line(),
+            progress=progress,
+        )
+    table.save(out)
+    for warning in table.held_out_error.warnings:
+        print_remark(f"warning: {warning}", "yellow")
+    error = table.held_out_error
+    if as_json:
+        print_json(
+            {
+                "table": str(out),
+                "target": table.target,
+                "drafter": table.drafter,
+                "commitment_by_depth": list(table.depths.commitment),
+                "held_out_error": error.curve,
+                "raw_error": error.raw,
+                "warnings": list(error.warnings),
+            }
+        )
+        return
+    by_depth = ", ".join(f"{share:.3f}" for share in table.depths.commitment)
+    print_line(f"wrote {out}")
+    print_line(f"commitment by depth: {by_depth}")
+    print_line(
+        f"held-out calibration error: {error.curve:.4f} (the drafter's own: {error.raw:.4f}) over "
+        f"{error.num_nodes} nodes of {error.num_prompts} prompts"
+    )
+
+
+def check_writable(out: Path) -> None:
+    """Fail before the work is done, not after it."""
+    if out.is_dir():
+        raise typer.BadParameter(f"{out} is a folder; give a file", param_hint="--out")
+    if not out.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder {out.parent} does not exist", param_hint="--out")
+
+
+def read_prompts(spec: str, count: int, seed: int) -> list[str]:
+    """At most `count` different prompts, from a file or from tasks in turn."""
+    tasks = [name.strip() for name in spec.split(",")]
+    if all(task in TASKS for task in tasks):
+        return [problem.prompt for problem in mixed_problems(SPLIT, count, seed, tasks)]
+    file = Path(spec)
+    if not file.is_file():
+        raise typer.BadParameter(
+            f"{spec!r} is no file and not among the tasks {', '.join(TASKS)}",
+            param_hint="--prompts",
+        )
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadingError(f"{file} cannot be read as text in UTF-8: {error}") from error
+    different = list(dict.fromkeys(line for line in lines if line.strip()))
+    if len(different) < 2:
+        raise LoadingError(
+            f"{file} has {len(different)} different prompts, one a line; calibration needs at "
+            "least 2, some are held out"
+        )
+    return different[:count]
+
+
+def dataset_name(spec: str) -> str:
+    """Where the prompts came from, for the table."""
+    return Path(spec).name if Path(spec).is_file() else f"{spec} ({SPLIT} split)"

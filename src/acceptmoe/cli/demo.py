@@ -1,0 +1,130 @@
+"""`acceptmoe demo`: four ways of decoding the same prompts, side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+
+from acceptmoe.bench.demo import AUTOREGRESSIVE, DemoResult, run_demo
+from acceptmoe.bench.provenance import provenance
+from acceptmoe.bench.workloads import mixed_problems
+from acceptmoe.cli.console import output, print_json, print_line, progress_bar, reports_errors
+from acceptmoe.cli.loading import default_target, open_drafter, open_table, open_target
+from acceptmoe.cli.options import (
+    AsJson,
+    Device,
+    DeviceOption,
+    Drafter,
+    Dtype,
+    DtypeOption,
+    MaxDepth,
+    MaxNewTokens,
+    NumNodes,
+    Seed,
+    Table,
+)
+from acceptmoe.policies import load_policy
+
+# Heading, key of the row, format of the value. Narrow: the table must fit 80 columns.
+COLUMNS = (
+    ("tokens\n/s", "tokens_per_s", "{:.0f}"),
+    ("length", "accepted_length", "{:.2f}"),
+    ("union", "natural_union", "{:.1f}"),
+    ("elig-\nible", "eligible", "{:.1f}"),
+    ("used", "experts_used", "{:.1f}"),
+    ("same\ntext", "same_as_autoregressive", "{:.0%}"),
+    ("top-1", "top1", "{:.4f}"),
+    ("KL", "kl", "{:.4f}"),
+    ("right", "accuracy", "{:.0%}"),
+)
+EXPLANATION = (
+    "tokens/s: wall time of whole generate calls, prompt included, modes in turn; speed-up: median "
+    "over prompts against autoregressive. length: tokens emitted per verification pass. union: "
+    "experts that the rows want, eligible and used: those that they may and do get, per layer and "
+    "pass. same text: outputs equal to autoregressive. top-1 and KL (nats per token): against the "
+    "unwrapped model on the same text; natural is lossless, the two below it are not. right: "
+    "answers that pass the task's checker. One small target on this machine; others will differ."
+)
+
+
+@reports_errors
+def demo(
+    prompts: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Test prompts to decode, the tasks in turn.")
+    ] = 8,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="A bundled target or the folder of a checkpoint; may be given several times. "
+            "Default: the first bundled one.",
+            show_default=False,
+        ),
+    ] = None,
+    drafter: Drafter = None,
+    table: Table = None,
+    num_nodes: NumNodes = 32,
+    max_depth: MaxDepth = 5,
+    max_new_tokens: MaxNewTokens = 128,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Decode test prompts plainly, by natural trees, by the paper's rule and by ours; compare."""
+    rows: list[dict[str, Any]] = []
+    for name in target or [default_target()]:
+        opened = open_target(name, dtype, device)
+        chosen = open_drafter(drafter, opened)
+        commitment = open_table(table, opened, chosen, load_policy(None))
+        assert commitment is not None  # the default policy reads one
+        with progress_bar(f"decoding with {opened.name}") as progress:
+            result = run_demo(
+                opened.model,
+                opened.tokenizer,
+                mixed_problems("test", prompts, seed),
+                target=opened.name,
+                drafter=chosen,
+                table=commitment,
+                num_nodes=num_nodes,
+                max_depth=max_depth,
+                max_new_tokens=max_new_tokens,
+                progress=progress,
+            )
+        rows += result.rows
+        if not as_json:
+            output.print(comparison(result))
+    facts = {**provenance(seed=seed), "max_depth": max_depth, "max_new_tokens": max_new_tokens}
+    if as_json:
+        print_json({"rows": rows, "provenance": facts})
+        return
+    print_line(EXPLANATION, "dim")
+    print_line(
+        f"{facts['cpu']}, {facts['num_threads']} threads, torch {facts['torch']}, "
+        f"transformers {facts['transformers']}, seed {seed}",
+        "dim",
+    )
+
+
+def comparison(result: DemoResult) -> RichTable:
+    """The rows of one target as a table for people, with the speed-up over plain decoding."""
+    first = result.rows[-1]
+    table = RichTable(
+        title=f"{first['target']}, drafter {first['drafter']}, {first['num_nodes']} nodes, "
+        f"{first['num_prompts']} prompts, {first['num_experts']} experts",
+        box=SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+    table.add_column("mode", no_wrap=True)
+    table.add_column("speed\n-up", justify="right")
+    for heading, _, _ in COLUMNS:
+        table.add_column(heading, justify="right")
+    for row in result.rows:
+        cells = ["-" if row[key] is None else layout.format(row[key]) for _, key, layout in COLUMNS]
+        speedup = result.median_speedup(row["mode"], over=AUTOREGRESSIVE)
+        table.add_row(row["mode"], f"{speedup:.2f}x", *cells)
+    return table

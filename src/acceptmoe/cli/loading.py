@@ -1,0 +1,133 @@
+"""From the names on the command line to models, drafters and tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from acceptmoe.cli.options import Device, Dtype
+from acceptmoe.drafting import AssistantDrafter, Drafter, load_drafter
+from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
+from acceptmoe.policies import RoutingPolicy
+from acceptmoe.table import CommitmentTable, shipped_tables
+from acceptmoe.targets import assistant_folder, load_target, target_names
+
+BUNDLED_DRAFTER = "assistant"
+
+
+class LoadingError(AcceptMoEError):
+    """A checkpoint or file named on the command line cannot be read."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model named on the command line, its tokenizer, and whether it is a bundled one."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    is_bundled: bool
+
+
+def default_target() -> str:
+    """The first bundled target."""
+    names = target_names()
+    if not names:
+        raise LoadingError(
+            "no bundled target is installed, its weights are missing; reinstall acceptmoe, or give "
+            "--target and --table of a model of your own"
+        )
+    return names[0]
+
+
+def open_target(name: str, dtype: Dtype, device: Device) -> Target:
+    """A bundled target, the checkpoint in a folder, or one that Transformers finds by its name."""
+    # Their bars would come between ours, and would be noise in a log.
+    transformers_logging.disable_progress_bar()
+    place = choose_device(device)
+    if name in target_names():
+        wanted = torch.float32 if dtype is Dtype.auto else getattr(torch, dtype.value)
+        model, tokenizer = load_target(name, wanted)
+        return Target(name, model.to(place), tokenizer, is_bundled=True)
+    if not Path(name).is_dir() and ("/" not in name or Path(name).is_absolute()):
+        raise typer.BadParameter(
+            f"{name!r} is no folder and no bundled target ({', '.join(target_names()) or 'none'})",
+            param_hint="--target",
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype.value)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise LoadingError(
+            f"the target {name!r} cannot be loaded: {first_line(error)}. It must be a complete "
+            "checkpoint with its tokenizer, as save_pretrained writes it"
+        ) from error
+    short_name = Path(name).resolve().name if Path(name).is_dir() else name
+    return Target(short_name, model.to(place).eval(), tokenizer, is_bundled=False)
+
+
+def choose_device(device: Device) -> torch.device:
+    """The torch device of an option's value."""
+    has_gpu = torch.cuda.is_available()
+    if device is Device.cuda and not has_gpu:
+        raise typer.BadParameter("torch sees no CUDA device here", param_hint="--device")
+    return torch.device("cuda" if has_gpu and device is not Device.cpu else "cpu")
+
+
+def open_drafter(spec: str | None, target: Target) -> Drafter:
+    """The drafter that `spec` names, or the target's usual one for None."""
+    if spec is None:
+        spec = BUNDLED_DRAFTER if target.is_bundled else "ngram"
+    if spec == BUNDLED_DRAFTER and target.is_bundled:
+        drafter = load_drafter(assistant_folder(target.name))
+    elif spec == BUNDLED_DRAFTER and not Path(spec).is_dir():
+        raise typer.BadParameter(
+            f"'assistant' is the drafter of a bundled target and {target.name!r} is none; give the "
+            "folder of a model with the same tokenizer, or 'ngram'",
+            param_hint="--drafter",
+        )
+    else:
+        drafter = load_drafter(spec)
+    if isinstance(drafter, AssistantDrafter):
+        drafter.model.to(target.model.device)
+    return drafter
+
+
+def open_table(
+    spec: str | None, target: Target, drafter: Drafter, policy: RoutingPolicy
+) -> CommitmentTable | None:
+    """The table that `spec` names, or the shipped one; None for a policy that reads none."""
+    if not policy.reads_table:
+        return None
+    if spec is not None:
+        return CommitmentTable.load(spec)
+    shipped = shipped_table_name(target.name, drafter.name)
+    if target.is_bundled and shipped in shipped_tables():
+        return CommitmentTable.load(shipped)
+    raise InvalidArgumentError(
+        f"no table for target {target.name!r} and drafter {drafter.name!r} is shipped; make one "
+        f"with 'acceptmoe calibrate --target ... --drafter ... --out FILE' and give --table FILE"
+        ", or choose --policy natural, which needs none"
+    )
+
+
+def shipped_table_name(target: str, drafter: str) -> str:
+    """The name of the table in `tables/` for a bundled target and a drafter."""
+    return f"{target}__{drafter}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text: those of Transformers go on with advice on other uses."""
+    lines: list[Any] = str(error).strip().splitlines() or [type(error).__name__]
+    return str(lines[0]).rstrip(".")

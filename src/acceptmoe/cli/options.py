@@ -1,0 +1,61 @@
+"""Options that several commands take, described once."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from acceptmoe.tree import MAX_NODES
+
+MAX_NEW_TOKENS = 1_000_000  # far above any context; an absurd number is a slip
+
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        help="'ngram' (prompt lookup, no weights), 'assistant' (a bundled target's own drafter) or "
+        "the folder of a checkpoint. Default: assistant for a bundled target, else ngram.",
+        show_default=False,
+    ),
+]
+Table = Annotated[
+    str | None,
+    typer.Option(
+        "--table",
+        help="A commitment table: a file, or a shipped table's name. Default: the shipped one for "
+        "this target and drafter.",
+        show_default=False,
+    ),
+]
+NumNodes = Annotated[
+    int, typer.Option(min=1, max=MAX_NODES, help="Nodes of a draft tree, the root included.")
+]
+MaxDepth = Annotated[
+    int, typer.Option(min=1, max=MAX_NODES, help="Drafted tokens on one path of a tree.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=MAX_NEW_TOKENS, help="Tokens to decode.")]
+Seed = Annotated[int, typer.Option(min=0, help="Chooses the prompts.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+class Dtype(str, Enum):
+    """The number format of the weights; auto is float32 for a bundled target, else as stored."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(str, Enum):
+    """Where the target runs; auto is the GPU where torch sees one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where the target runs.")]

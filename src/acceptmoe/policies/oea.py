@@ -1,0 +1,37 @@
+"""`oea`: rows share the union of their few best experts (OEA, arXiv 2511.02237), a rival."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from acceptmoe.policies.policy import RoutingPolicy
+from acceptmoe.policies.ranking import best_of, check_count
+from acceptmoe.selection import RoutedBlock, Selection, routed_mask
+
+
+class OEAPolicy(RoutingPolicy):
+    """The union of every row's `top` best experts; each row fills up to K from that union.
+
+    Rows fill up in the router's own order and the router's rule weighs the result. Where the union
+    has fewer than K experts (few rows, small `top`), it is filled by the sum of all rows' gates.
+    """
+
+    name = "oea"
+
+    def __init__(self, top: int) -> None:
+        self.top = check_count("top", top)
+
+    def select(self, block: RoutedBlock) -> Selection:
+        experts_per_row = block.natural_ids.shape[1]
+        is_real = block.rows.is_real
+        ranked = block.choice.gather(1, block.natural_ids)
+        places = ranked.topk(min(self.top, experts_per_row), dim=1).indices
+        best = routed_mask(block.natural_ids.gather(1, places), is_real, block.num_experts)
+        union = best.any(dim=0)
+        score = (block.gates * is_real[:, None]).sum(dim=0)
+        return Selection(union | best_of(torch.where(union, torch.inf, score), experts_per_row))
+
+    def params(self) -> dict[str, Any]:
+        return {"top": self.top}

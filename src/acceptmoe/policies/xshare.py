@@ -1,0 +1,37 @@
+"""`xshare`: every row's best expert, then the most wanted (XShare, arXiv 2602.07265), a rival."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from acceptmoe.policies.policy import RoutingPolicy
+from acceptmoe.policies.ranking import best_of, check_count
+from acceptmoe.selection import RoutedBlock, Selection, routed_mask
+
+
+class XSharePolicy(RoutingPolicy):
+    """The top-1 expert of every row, filled up to `size` experts by the sum of all rows' gates.
+
+    Where the rows' top-1 experts alone are more than `size`, all of them stay eligible. A size
+    below K is raised to K.
+    """
+
+    name = "xshare"
+
+    def __init__(self, size: int) -> None:
+        self.size = check_count("size", size)
+
+    def select(self, block: RoutedBlock) -> Selection:
+        is_real = block.rows.is_real
+        # The router's ids need not be sorted (DeepSeek-V3), so the best one is looked up.
+        ranked = block.choice.gather(1, block.natural_ids)
+        top1 = block.natural_ids.gather(1, ranked.argmax(dim=1, keepdim=True))
+        first = routed_mask(top1, is_real, block.num_experts).any(dim=0)
+        score = (block.gates * is_real[:, None]).sum(dim=0)
+        size = max(self.size, block.natural_ids.shape[1])
+        return Selection(first | best_of(torch.where(first, torch.inf, score), size))
+
+    def params(self) -> dict[str, Any]:
+        return {"size": self.size}

@@ -1,0 +1,3 @@
+from random_target import bundled, checkpoints, table_file
+
+__all__ = ["bundled", "checkpoints", "table_file"]
