@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from acceptmoe.drafting.eagle3 import Eagle3Drafter
-from acceptmoe.drafting.eagle3_checkpoint import save_head
+from acceptmoe.drafting.eagle3_checkpoint import load_head, save_head
 from acceptmoe.drafting.eagle3_head import Eagle3Config, Eagle3Head
 from acceptmoe.drafting.eagle3_layouts import default_boundaries
 from acceptmoe.targets import target_folder, target_names
@@ -93,6 +93,17 @@ def new_head(model: PreTrainedModel, config: Eagle3Config, token_ids: Tensor) ->
     with torch.no_grad():
         head.lm_head.weight.copy_(model.get_output_embeddings().weight[token_ids])
         head.norm.copy_(model.model.norm.weight)
+    return head
+
+
+def continued_head(folder: Path, config: Eagle3Config) -> Eagle3Head:
+    """A trained head as the start, for a target that grew out of the one it was made for."""
+    head = load_head(folder).float().requires_grad_(True).train()
+    if head.config != config:
+        raise SystemExit(
+            f"--start-from {folder} has another shape than the head to be trained: {head.config} "
+            f"instead of {config}"
+        )
     return head
 
 
@@ -246,6 +257,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="name of a bundled target, or a folder")
     parser.add_argument("--out", required=True, type=Path, help="folder of the finished head")
     parser.add_argument("--work", type=Path, help="folder of checkpoints (default: OUT)")
+    parser.add_argument("--start-from", type=Path, help="folder of a head to begin with")
     parser.add_argument("--steps", type=int, default=420)
     parser.add_argument("--rows", type=int, default=32, help="samples in a batch")
     parser.add_argument("--references", type=int, default=2500, help="problems of each task")
@@ -280,7 +292,12 @@ def main(argv: list[str] | None = None) -> None:
         samples += cached_own_samples(model, tokenizer, arguments, work / "own.json")
     token_ids = frequent_tokens(samples, arguments.draft_vocab, model.config.vocab_size)
     config = head_config(model, boundaries, len(token_ids), arguments.inner)
-    training = Training(new_head(model, config, token_ids), arguments, work / "training.pt")
+    if arguments.start_from:
+        head = continued_head(arguments.start_from, config)
+        token_ids = head.token_ids
+    else:
+        head = new_head(model, config, token_ids)
+    training = Training(head, arguments, work / "training.pt")
     facts = train(model, training, samples, tokenizer.pad_token_id, arguments)
 
     save_head(training.head, arguments.out, dtype=getattr(torch, arguments.dtype))
@@ -290,6 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     run = {
         "target": Path(arguments.target).name,
+        "started_from": arguments.start_from and arguments.start_from.name,
         "parameters": sum(p.numel() for p in training.head.parameters()),
         "steps": training.step,
         "tokens": training.num_tokens,
