@@ -44,8 +44,8 @@ from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.drafting.eagle3_checkpoint import save_head
 from acceptmoe.drafting.eagle3_head import Eagle3Config, Eagle3Head
 from acceptmoe.drafting.eagle3_layouts import default_boundaries
+from acceptmoe.targets import target_folder, target_names
 
-WEIGHTS = Path(__file__).parents[1] / "src" / "acceptmoe" / "targets" / "weights"
 NUM_STEPS = 5  # of training-time test: the depth of the trees
 SAVE_EVERY = 50
 REPORT_EVERY = 10
@@ -53,7 +53,7 @@ REPORT_EVERY = 10
 
 def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A bundled target by name, or any checkpoint folder; float32, frozen."""
-    path = WEIGHTS / name if (WEIGHTS / name).is_dir() else name
+    path = target_folder(name) if name in target_names() else name
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(grouped_experts.register())
@@ -246,14 +246,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="name of a bundled target, or a folder")
     parser.add_argument("--out", required=True, type=Path, help="folder of the finished head")
     parser.add_argument("--work", type=Path, help="folder of checkpoints (default: OUT)")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=420)
     parser.add_argument("--rows", type=int, default=32, help="samples in a batch")
-    parser.add_argument("--references", type=int, default=4000, help="problems of each task")
-    parser.add_argument("--own", type=int, default=768, help="own continuations of each task")
+    parser.add_argument("--references", type=int, default=2500, help="problems of each task")
+    parser.add_argument("--own", type=int, default=128, help="own continuations of each task")
     parser.add_argument("--draft-vocab", type=int, default=512)
     parser.add_argument("--inner", type=int, default=384, help="inner size of the head's MLP")
     parser.add_argument("--boundaries", type=int, nargs="+", help="default 2 3 4, or by the rule")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--measure", type=int, default=24, help="tuning problems of each task")
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.tensor([token for sample in samples for token in sample.completion]), token_ids
     )
     run = {
-        "target": arguments.target,
+        "target": Path(arguments.target).name,
         "parameters": sum(p.numel() for p in training.head.parameters()),
         "steps": training.step,
         "tokens": training.num_tokens,
@@ -303,7 +303,9 @@ def main(argv: list[str] | None = None) -> None:
         "torch": torch.__version__,
     }
     (work / "training.json").write_text(json.dumps(run, indent=2) + "\n")
-    table = Table(title=f"Accepted length, {arguments.target}, {arguments.num_nodes} nodes")
+    table = Table(
+        title=f"Accepted length, {Path(arguments.target).name}, {arguments.num_nodes} nodes"
+    )
     table.add_column("task")
     table.add_column("tokens per pass", justify="right")
     for task, length in accepted.items():

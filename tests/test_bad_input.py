@@ -89,7 +89,7 @@ class TestModel:
 
     def test_that_is_not_wrapped(self, model: PreTrainedModel) -> None:
         before = ModelState.of(model)
-        with pytest.raises(WrapStateError, match="Qwen3MoeForCausalLM is not wrapped; acceptmoe.w"):
+        with pytest.raises(WrapStateError, match="Qwen3MoeForCausalLM is not wrapped; "):
             acceptmoe.unwrap(model)
         before.check_same(model)
 
