@@ -25,8 +25,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from target_configs import NAMES, config_of
 from torch import Tensor
 from training_data import Batch, Mix, batches_from
-from warm_start import start_from
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from warm_start import start_from
 
 from acceptmoe.targets.tasks import TASKS
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from training_data import Batch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 _NEGLIGIBLE_SINK = -4.0  # a logit that takes almost nothing from the attention of the source
 
