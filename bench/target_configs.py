@@ -64,7 +64,13 @@ def config_of(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
         )
     if name == "assistant":
         return Qwen3Config(
-            **{**common, "num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 3},
+            **{
+                **common,
+                "num_hidden_layers": 2,
+                "hidden_size": 96,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 3,
+            },
             head_dim=32,
             intermediate_size=256,
         )

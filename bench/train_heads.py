@@ -41,11 +41,11 @@ from transformers import (
 )
 
 from acceptmoe.drafting.eagle3 import Eagle3Drafter
-from acceptmoe.drafting.eagle3_checkpoint import save_head
+from acceptmoe.drafting.eagle3_checkpoint import load_head, save_head
 from acceptmoe.drafting.eagle3_head import Eagle3Config, Eagle3Head
 from acceptmoe.drafting.eagle3_layouts import default_boundaries
+from acceptmoe.targets import target_folder, target_names
 
-WEIGHTS = Path(__file__).parents[1] / "src" / "acceptmoe" / "targets" / "weights"
 NUM_STEPS = 5  # of training-time test: the depth of the trees
 SAVE_EVERY = 50
 REPORT_EVERY = 10
@@ -53,7 +53,7 @@ REPORT_EVERY = 10
 
 def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A bundled target by name, or any checkpoint folder; float32, frozen."""
-    path = WEIGHTS / name if (WEIGHTS / name).is_dir() else name
+    path = target_folder(name) if name in target_names() else name
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(grouped_experts.register())
@@ -93,6 +93,17 @@ def new_head(model: PreTrainedModel, config: Eagle3Config, token_ids: Tensor) ->
     with torch.no_grad():
         head.lm_head.weight.copy_(model.get_output_embeddings().weight[token_ids])
         head.norm.copy_(model.model.norm.weight)
+    return head
+
+
+def continued_head(folder: Path, config: Eagle3Config) -> Eagle3Head:
+    """A trained head as the start, for a target that grew out of the one it was made for."""
+    head = load_head(folder).float().requires_grad_(True).train()
+    if head.config != config:
+        raise SystemExit(
+            f"--start-from {folder} has another shape than the head to be trained: {head.config} "
+            f"instead of {config}"
+        )
     return head
 
 
@@ -246,14 +257,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="name of a bundled target, or a folder")
     parser.add_argument("--out", required=True, type=Path, help="folder of the finished head")
     parser.add_argument("--work", type=Path, help="folder of checkpoints (default: OUT)")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--start-from", type=Path, help="folder of a head to begin with")
+    parser.add_argument("--steps", type=int, default=420)
     parser.add_argument("--rows", type=int, default=32, help="samples in a batch")
-    parser.add_argument("--references", type=int, default=4000, help="problems of each task")
-    parser.add_argument("--own", type=int, default=768, help="own continuations of each task")
+    parser.add_argument("--references", type=int, default=2500, help="problems of each task")
+    parser.add_argument("--own", type=int, default=128, help="own continuations of each task")
     parser.add_argument("--draft-vocab", type=int, default=512)
     parser.add_argument("--inner", type=int, default=384, help="inner size of the head's MLP")
     parser.add_argument("--boundaries", type=int, nargs="+", help="default 2 3 4, or by the rule")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--measure", type=int, default=24, help="tuning problems of each task")
@@ -280,7 +292,12 @@ def main(argv: list[str] | None = None) -> None:
         samples += cached_own_samples(model, tokenizer, arguments, work / "own.json")
     token_ids = frequent_tokens(samples, arguments.draft_vocab, model.config.vocab_size)
     config = head_config(model, boundaries, len(token_ids), arguments.inner)
-    training = Training(new_head(model, config, token_ids), arguments, work / "training.pt")
+    if arguments.start_from:
+        head = continued_head(arguments.start_from, config)
+        token_ids = head.token_ids
+    else:
+        head = new_head(model, config, token_ids)
+    training = Training(head, arguments, work / "training.pt")
     facts = train(model, training, samples, tokenizer.pad_token_id, arguments)
 
     save_head(training.head, arguments.out, dtype=getattr(torch, arguments.dtype))
@@ -289,7 +306,8 @@ def main(argv: list[str] | None = None) -> None:
         torch.tensor([token for sample in samples for token in sample.completion]), token_ids
     )
     run = {
-        "target": arguments.target,
+        "target": Path(arguments.target).name,
+        "started_from": arguments.start_from and arguments.start_from.name,
         "parameters": sum(p.numel() for p in training.head.parameters()),
         "steps": training.step,
         "tokens": training.num_tokens,
@@ -303,7 +321,9 @@ def main(argv: list[str] | None = None) -> None:
         "torch": torch.__version__,
     }
     (work / "training.json").write_text(json.dumps(run, indent=2) + "\n")
-    table = Table(title=f"Accepted length, {arguments.target}, {arguments.num_nodes} nodes")
+    table = Table(
+        title=f"Accepted length, {Path(arguments.target).name}, {arguments.num_nodes} nodes"
+    )
     table.add_column("task")
     table.add_column("tokens per pass", justify="right")
     for task, length in accepted.items():

@@ -12,7 +12,7 @@ from head_acceptance import accepted_lengths
 from head_data import HeadBatch, Sample, batches_of_epoch, frequent_tokens, padded
 from head_loss import TargetView, step_losses, take_rows, unrolled, view_target
 from torch import Tensor
-from train_heads import Training, head_config, new_head, parse, train
+from train_heads import Training, continued_head, head_config, new_head, parse, train
 from transformers import PreTrainedModel
 
 from acceptmoe.drafting.eagle3 import Eagle3Drafter
@@ -145,6 +145,17 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
     train(TARGET, Training(head, options, tmp_path / "training.pt"), samples, 0, options)
     after = float(step_losses(head, EMBEDDING, view, batch, 5).total().detach())
     assert after < 0.95 * before
+
+
+def test_training_can_go_on_from_a_saved_head(tmp_path: Path) -> None:
+    head = random_head()
+    save_head(head, tmp_path, dtype=torch.bfloat16)
+    start = continued_head(tmp_path, head.config)
+    assert start.dtype == torch.float32
+    assert all(parameter.requires_grad for parameter in start.parameters())
+    assert torch.equal(start.token_ids, head.token_ids)
+    with pytest.raises(SystemExit, match="has another shape than the head to be trained"):
+        continued_head(tmp_path, head_config(TARGET, (2, 3, 4), 20, 16))
 
 
 class Prophet:
