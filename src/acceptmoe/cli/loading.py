@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
 from acceptmoe.policies import RoutingPolicy
 from acceptmoe.table import CommitmentTable, shipped_tables
 from acceptmoe.targets import assistant_folder, load_target, target_names
+from acceptmoe.targets.widen import widen
 
 BUNDLED_DRAFTER = "assistant"
 
@@ -101,6 +102,18 @@ def open_drafter(spec: str | None, target: Target) -> Drafter:
         drafter = load_drafter(spec)
     if isinstance(drafter, AssistantDrafter):
         drafter.model.to(target.model.device)
+    return drafter
+
+
+def widened_target(target: Target, factor: int) -> Target:
+    """The same target with every hidden and inner feature repeated `factor` times."""
+    return replace(target, model=widen(target.model, factor, factor))
+
+
+def widened_drafter(drafter: Drafter, factor: int) -> Drafter:
+    """The same drafter with larger matrices, so that drafting costs what it would; else itself."""
+    if isinstance(drafter, AssistantDrafter):
+        return load_drafter(widen(drafter.model, factor, factor))
     return drafter
 
 
