@@ -31,7 +31,7 @@ from acceptmoe.targets.tasks import MAX_NEW_TOKENS, TASKS, check_all, problems
 
 Completion = tuple[list[int], bool]  # the tokens without EOS, and whether EOS came
 
-_BATCH = 100
+_BATCH = 200
 _RESULTS = Path(__file__).parent / "results" / "targets.json"
 
 

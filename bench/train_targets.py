@@ -26,6 +26,7 @@ from target_configs import NAMES, config_of
 from torch import Tensor
 from training_data import Batch, Mix, batches_from
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from warm_start import start_from
 
 from acceptmoe.targets.tasks import TASKS
 
@@ -130,6 +131,9 @@ def train(rank: int, arguments: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_config(config, **eager)
     if is_moe:
         model.set_experts_implementation(grouped_experts.register())
+    if arguments.init_from is not None:
+        batches = batches_from(tokenizer, mix, arguments.seed, 0, 32, arguments.length)
+        start_from(arguments.init_from, model, next(batches))
     watch = RouterWatch(model)
     opts = optimizers(model, arguments.lr, arguments.optimizer)
     saved = arguments.out / "checkpoint.pt"
@@ -233,6 +237,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mix", default="1.2,1,1,1", help="weights in the order of TASKS")
+    parser.add_argument("--init-from", type=Path, help="a trained Qwen3-MoE to start from")
     parser.add_argument("--probe-minutes", type=float, default=8.0)
     # The products are small: two processes of one thread beat one process of two threads.
     parser.add_argument("--workers", type=int, default=2)

@@ -1,0 +1,60 @@
+"""Start a target of one family from a trained Qwen3-MoE of the same widths.
+
+Embedding, norms and attention carry over once Qwen3's norm of every query and key head is folded
+into the projections (by the mean size of each head over training rows). Experts and routers carry
+over where the layout is the same; where it is not, they start from nothing.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from training_data import Batch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+_NEGLIGIBLE_SINK = -4.0  # a logit that takes almost nothing from the attention of the source
+
+
+@torch.no_grad()
+def start_from(source_folder: Path, model: PreTrainedModel, batch: Batch) -> None:
+    """Copy what `model` can use of the source; `batch` gives the typical sizes."""
+    source = AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32).eval()
+    sizes: dict[str, Tensor] = {}
+    gate_sums: list[float] = []
+    head_dim = source.config.head_dim
+    for i, layer in enumerate(source.model.layers):
+        for name in ("q_proj", "k_proj"):
+
+            def keep(module: object, inputs: object, out: Tensor, key: str = f"{i}.{name}") -> None:
+                heads = out.reshape(-1, out.shape[-1] // head_dim, head_dim)
+                sizes[key] = heads.pow(2).mean(-1).sqrt().mean(0)
+
+            getattr(layer.self_attn, name).register_forward_hook(keep)
+
+        def keep_sum(module: object, inputs: object, out: tuple[Tensor, Tensor, Tensor]) -> None:
+            gate_sums.append(out[0].softmax(-1).gather(-1, out[2]).sum(-1).mean().item())
+
+        layer.mlp.gate.register_forward_hook(keep_sum)
+    source.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+
+    given, own = source.state_dict(), model.state_dict()
+    for name, value in given.items():
+        if name in own and own[name].shape == value.shape:
+            own[name].copy_(value)
+    for i, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        for name in ("q", "k"):
+            weight = given[f"model.layers.{i}.self_attn.{name}_proj.weight"]
+            norm = given[f"model.layers.{i}.self_attn.{name}_norm.weight"]
+            scale = (1 / sizes[f"{i}.{name}_proj"])[:, None].expand(-1, head_dim)
+            own_norm = getattr(attention, f"{name}_norm", None)
+            if own_norm is None:
+                scale = scale * norm
+            else:  # one norm over all heads, which sees heads of equal size
+                own_norm.weight.copy_(norm.repeat(scale.shape[0]))
+            getattr(attention, f"{name}_proj").weight.copy_(weight * scale.reshape(-1, 1))
+        if hasattr(attention, "sinks"):
+            attention.sinks.fill_(_NEGLIGIBLE_SINK)
+        if not getattr(model.config, "norm_topk_prob", True):
+            # Gates that are not renormalised sum to less than one.
+            layer.mlp.experts.down_proj.div_(gate_sums[i])
