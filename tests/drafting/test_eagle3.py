@@ -119,6 +119,16 @@ def test_extending_equals_a_fresh_start() -> None:
     assert_same_tree(tree, expected.tokens, expected.parents, expected.path_probabilities)
 
 
+@pytest.mark.parametrize("max_depth", [1, 2, 3])
+@pytest.mark.parametrize("num_pairs", [248, 255, 256, 257])
+def test_a_draft_fits_wherever_the_cache_ends(num_pairs: int, max_depth: int) -> None:
+    tokens, features = random_pairs(num_pairs, 60)
+    drafter = bound_drafter()
+    drafter.start(torch.tensor([7, *tokens[:-1]]), tokens[-1], features)
+    tree = drafter.propose(100, max_depth)
+    assert tree.num_nodes == 1 + 4 + (max_depth - 1) * 16
+
+
 def test_a_second_sequence_knows_nothing_of_the_first() -> None:
     tokens, features = random_pairs(9, 60)
     used, fresh = bound_drafter(), bound_drafter()

@@ -318,8 +318,8 @@ class _SequenceState:
         return hidden
 
     def begin_draft(self, max_depth: int) -> None:
-        """Make room for `max_depth - 1` levels behind the pairs, and forget the last draft."""
-        self._reserve(self._num_pairs + (max_depth - 1) * self._topk)
+        """Make room for a draft behind the pairs, and forget the last one."""
+        self._reserve(self._num_pairs + max_depth * self._topk)
         self._num_drafted = 0
         self._mask[:, : self._num_pairs] = 0.0
         first = slice(self._num_pairs, self._num_pairs + self._topk)
