@@ -1,10 +1,11 @@
 """What the bundled targets can do: accuracy on four tasks, use of experts, and a damage probe.
 
-    PYTHONPATH=src python bench/eval_targets.py --count 200 --drafter assistant --probe 25
+    PYTHONPATH=src python bench/eval_targets.py --count 200 --drafter eagle3 --probe 30
 
 Greedy, at most 256 tokens, EOS required. `--drafter` adds accepted length and natural union of
-speculative trees; `--probe N` decodes N prompts of each task again with a quarter of the experts
-(`moe-spec`), which must hurt: a target that bears it would hide a bad selection rule.
+speculative trees of 32 nodes and depth 5 over the first prompts of each task; `--probe N` decodes
+them again with a quarter of the experts (`moe-spec`), which must hurt: a target that bears it would
+hide a bad selection rule. Rows of targets that are not named stay in the results file.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import acceptmoe
+from acceptmoe.bench.provenance import provenance
 from acceptmoe.policies import MoeSpecPolicy
+from acceptmoe.targets import assistant_folder, eagle3_folder, target_folder, target_names
 from acceptmoe.targets.problem import Problem
 from acceptmoe.targets.tasks import MAX_NEW_TOKENS, TASKS, check_all, problems
 
 Completion = tuple[list[int], bool]  # the tokens without EOS, and whether EOS came
 
 _BATCH = 200
+_NUM_SPECULATED = 30
 _RESULTS = Path(__file__).parent / "results" / "targets.json"
 
 
@@ -138,8 +143,6 @@ def speculate(
     policy: Any,
 ) -> tuple[int, dict[str, Any]]:
     """Decode with trees of 32 nodes and depth 5; return how many are right, and the report."""
-    import acceptmoe
-
     acceptmoe.wrap(model, policy=policy, drafter=drafter, num_nodes=32, max_depth=5)
     done = []
     for problem in track(
@@ -159,15 +162,22 @@ def speculate(
     return num_right(tokenizer, asked, done), report
 
 
+def drafter_of(target: str, asked_for: str | None) -> str | None:
+    """Return what `acceptmoe.wrap` takes for the drafter that the user named."""
+    if asked_for == "assistant":
+        return str(assistant_folder(target))
+    if asked_for == "eagle3":
+        return str(eagle3_folder(target))
+    return asked_for
+
+
 def evaluate(
     name: str, folder: Path, arguments: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the rows of one target, and its router use."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    drafter: Any = arguments.drafter
-    if drafter not in (None, "ngram"):
-        drafter = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32).eval()
+    drafter = drafter_of(name, arguments.drafter)
     rows, all_asked, all_done = [], [], []
     for task in TASKS:
         asked = problems(task, arguments.split, arguments.count)
@@ -181,12 +191,13 @@ def evaluate(
             "num_prompts": len(asked),
             "accepted_length": None,
             "natural_union": None,
+            "drafter": arguments.drafter,
             "num_experts": getattr(model.config, "num_local_experts", None)
             or model.config.num_experts,
             "mean_completion_tokens": round(sum(len(t) for t, _ in done) / len(done), 1),
         }
         if drafter is not None:
-            few = asked[: arguments.probe or 25]
+            few = asked[: arguments.probe or _NUM_SPECULATED]
             natural, report = speculate(model, tokenizer, few, drafter, "natural")
             row["accepted_length"] = report["accepted_length"]
             row["natural_union"] = report["natural_union"]
@@ -234,28 +245,36 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a checkpoint folder instead of a bundled name")
     parser.add_argument("--split", default="test")
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--drafter", help="assistant, ngram, or a checkpoint folder")
+    parser.add_argument("--drafter", help="assistant, eagle3, ngram, or a checkpoint folder")
     parser.add_argument("--probe", type=int, default=0)
     parser.add_argument("--out", type=Path, default=_RESULTS)
     arguments = parser.parse_args()
 
-    from acceptmoe.targets import assistant_folder, target_folder, target_names
-
     wanted = [arguments.folder.name] if arguments.folder else arguments.target or target_names()
-    wants_assistant = arguments.drafter == "assistant"
     rows: list[dict[str, Any]] = []
     uses: dict[str, Any] = {}
     for name in wanted:
         folder = arguments.folder or target_folder(name)
-        if wants_assistant:
-            arguments.drafter = str(assistant_folder(name))
         target_rows, use = evaluate(name, folder, arguments)
         rows += target_rows
         uses.update(use)
     show(rows, uses)
     if not arguments.folder:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"rows": rows, "router_use": uses}, indent=1) + "\n")
+        store(arguments.out, rows, uses)
+
+
+def store(path: Path, rows: list[dict[str, Any]], uses: dict[str, Any]) -> None:
+    """Replace the rows of the measured targets in the results file."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    kept = [row for row in old.get("rows", []) if row["target"] not in uses]
+    made_by = {name: provenance(seed=0) for name in uses}
+    content = {
+        "rows": sorted(kept + rows, key=lambda row: list(target_names()).index(row["target"])),
+        "router_use": {**old.get("router_use", {}), **uses},
+        "provenance": {**old.get("provenance", {}), **made_by},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
