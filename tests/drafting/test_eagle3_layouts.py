@@ -89,6 +89,10 @@ def test_a_nested_config_is_read() -> None:
     assert read(nested_layer(model_type="qwen3")).qk_norm
 
 
+def test_a_window_that_is_switched_off_is_none() -> None:
+    assert read({**FLAT, "sliding_window": 4096, "use_sliding_window": False}) == read(FLAT)
+
+
 def test_the_normalised_residual_is_the_default_of_nested_configs_only() -> None:
     nested = {key: value for key, value in NESTED.items() if key != "norm_before_residual"}
     assert read(nested).norm_before_residual
@@ -141,6 +145,7 @@ def test_feature_layers_must_ascend(ids: Any) -> None:
         ({**FLAT, "model_type": "mamba"}, "model_type is 'mamba'; .* 'llama' or 'qwen3'"),
         ({**FLAT, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({**FLAT, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        (nested_layer(sliding_window=2048), "sliding_window is 2048; .* its whole context"),
         ({**FLAT, "hidden_size": None}, "hidden_size is missing from config.json"),
         ({**FLAT, "vocab_size": "many"}, "vocab_size is 'many' in config.json"),
         ({**FLAT, "vocab_size": 0}, "vocab_size is 0 in config.json"),

@@ -228,6 +228,11 @@ def _refuse_other_architectures(raw: ConfigDict, layer: ConfigDict) -> None:
             "use_aux_hidden_state is false: this head reads the last state only (EAGLE-1 or 2); "
             "EAGLE-3 heads fuse several"
         )
+    window = layer.get("sliding_window")
+    if window and layer.get("use_sliding_window") is not False:
+        raise DrafterError(
+            f"sliding_window is {window}; an EAGLE-3 head must attend to its whole context"
+        )
     allowed: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish", None),
         "mlp_bias": (False, None),
