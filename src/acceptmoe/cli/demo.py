@@ -13,7 +13,7 @@ from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import mixed_problems
 from acceptmoe.cli.console import output, print_json, print_line, progress_bar, reports_errors
 from acceptmoe.cli.loading import (
-    default_target,
+    bundled_targets,
     open_drafter,
     open_table,
     open_target,
@@ -70,7 +70,7 @@ def demo(
         typer.Option(
             "--target",
             help="A bundled target or the folder of a checkpoint; may be given several times. "
-            "Default: the first bundled one.",
+            "Default: every bundled one.",
             show_default=False,
         ),
     ] = None,
@@ -97,7 +97,7 @@ def demo(
     """Decode test prompts plainly, by natural trees, by the paper's rule and by ours; compare."""
     rows: list[dict[str, Any]] = []
     widenings: dict[str, int] = {}
-    for name in target or [default_target()]:
+    for name in target or bundled_targets():
         opened = open_target(name, dtype, device)
         chosen = open_drafter(drafter, opened)
         factor = widen or (DEFAULT_WIDENING if opened.is_bundled else 1)

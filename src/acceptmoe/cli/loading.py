@@ -43,15 +43,15 @@ class Target:
     is_bundled: bool
 
 
-def default_target() -> str:
-    """The first bundled target."""
+def bundled_targets() -> tuple[str, ...]:
+    """The names of all bundled targets, at least one."""
     names = target_names()
     if not names:
         raise LoadingError(
             "no bundled target is installed, its weights are missing; reinstall acceptmoe, or give "
             "--target and --table of a model of your own"
         )
-    return names[0]
+    return names
 
 
 def open_target(name: str, dtype: Dtype, device: Device) -> Target:
