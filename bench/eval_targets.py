@@ -4,7 +4,8 @@
 
 Greedy, at most 256 tokens, EOS required. Some prompts of each task are decoded again by draft
 trees, for accepted length and natural union, and once more with a quarter of the experts
-(`moe-spec`), which must hurt: a target that bears it would hide a bad selection rule.
+(`moe-spec`), which must hurt: a target that bears it would hide a bad selection rule. Targets that
+were not measured keep their rows in the results file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from acceptmoe.bench.provenance import provenance
 from acceptmoe.policies import MoeSpecPolicy
 from acceptmoe.targets import assistant_folder, eagle3_folder, target_folder, target_names
 from acceptmoe.targets.problem import Problem
@@ -261,8 +263,24 @@ def main() -> None:
         uses.update(use)
     show(rows, uses)
     if not arguments.folder:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"rows": rows, "router_use": uses}, indent=1) + "\n")
+        store(arguments.out, rows, uses)
+
+
+def store(path: Path, rows: list[dict[str, Any]], uses: dict[str, Any]) -> None:
+    """Replace the measured targets in the results file; rows of the others stay."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    kept = [row for row in old.get("rows", []) if row["target"] not in uses]
+    names = list(target_names())
+    content = {
+        "rows": sorted(kept + rows, key=lambda row: names.index(row["target"])),
+        "router_use": {**old.get("router_use", {}), **uses},
+        "provenance": {
+            **old.get("provenance", {}),
+            **{name: provenance(seed=0) for name in uses},
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
