@@ -355,7 +355,7 @@ def check_prompt(model: PreTrainedModel, input_ids: Any, kwargs: dict[str, Any])
         got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise InvalidArgumentError(
             f"input_ids is {got}; it must be an integer tensor [1, length], as tokenizers give "
-            "with return_tensors='pt'"
+            "with return_tensors='pt'; their whole answer goes in as generate(**inputs)"
         )
     if input_ids.numel() == 0:
         raise InvalidArgumentError(

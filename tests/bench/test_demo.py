@@ -11,7 +11,6 @@ from acceptmoe import CommitmentTable, unwrap, wrap
 from acceptmoe.bench.demo import (
     AUTOREGRESSIVE,
     Arm,
-    DemoResult,
     Fidelity,
     accuracy,
     compare_distributions,
@@ -99,7 +98,6 @@ def test_outputs_are_the_new_tokens_only(arms: list[Arm]) -> None:
         decode_timed(arm, prompt, SETTINGS)
     assert len(arms[0].outputs[0]) == 12
     assert arms[0].outputs == arms[1].outputs
-    assert arms[0].rates[0] == pytest.approx(12 / arms[0].seconds[0])
 
 
 def test_every_arm_takes_every_turn(
@@ -129,10 +127,8 @@ def test_every_arm_takes_every_turn(
     assert order[:4] == [AUTOREGRESSIVE, "natural", "accept-depth", "accept"]
     assert order[4:] == ["natural", "accept-depth", "accept", AUTOREGRESSIVE]
     assert steps == [(done, 12) for done in range(1, 13)]  # a warm-up and two prompts for each
-    assert [row["mode"] for row in result.rows] == order[:4]
+    assert [row["mode"] for row in result] == order[:4]
     assert not hasattr(model, "acceptmoe")
-    # Warm-ups are not counted: each of two prompts was decoded twice.
-    assert set(map(len, result.rates.values())) == {2}
 
 
 def test_no_problems_are_refused(bundled: str, table_file: str) -> None:
@@ -146,11 +142,6 @@ def test_no_problems_are_refused(bundled: str, table_file: str) -> None:
             drafter=load_drafter("ngram"),
             table=CommitmentTable.load(table_file),
         )
-
-
-def test_speedup_is_the_median_of_each_prompts_own() -> None:
-    result = DemoResult([], {"natural": [2.0, 9.0, 3.0], AUTOREGRESSIVE: [1.0, 1.0, 3.0]})
-    assert result.median_speedup("natural", over=AUTOREGRESSIVE) == 2.0
 
 
 def test_accuracy_needs_the_right_answer_and_an_end(bundled: str) -> None:

@@ -77,24 +77,6 @@ class Arm:
         """The wrapped model's counts; every prompt is in them twice, which moves no average."""
         return {} if self.is_baseline else dict(self.model.acceptmoe.report())
 
-    @property
-    def rates(self) -> list[float]:
-        """Tokens per second of each prompt."""
-        return [len(out) / s for out, s in zip(self.outputs, self.seconds, strict=True)]
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """`rows`, one for each mode in the order of `MODES`, and the speeds prompt by prompt."""
-
-    rows: list[dict[str, Any]]
-    rates: dict[str, list[float]]
-
-    def median_speedup(self, mode: str, over: str) -> float:
-        """The median over prompts of how many times faster `mode` decoded one than `over` did."""
-        pairs = zip(self.rates[mode], self.rates[over], strict=True)
-        return statistics.median(rate / base for rate, base in pairs)
-
 
 def run_demo(
     model: PreTrainedModel,
@@ -108,8 +90,8 @@ def run_demo(
     max_depth: int = 5,
     max_new_tokens: int = 128,
     progress: Progress | None = None,
-) -> DemoResult:
-    """Decode `problems` greedily in every mode of `MODES` and compare.
+) -> list[dict[str, Any]]:
+    """Decode `problems` greedily in every mode of `MODES`; one row each, in that order.
 
     Speed is the wall time of the whole `generate` call, prefill included, the same in every mode;
     the modes take turns prompt by prompt, each turn beginning with another one, after a warm-up of
@@ -168,11 +150,10 @@ def run_demo(
         "num_prompts": len(problems),
         "num_experts": arms[-1].report["num_experts"],
     }
-    rows = [
+    return [
         make_row(arm, arms[0].outputs, common, accuracy(problems, tokenizer, arm.outputs, end_ids))
         for arm in arms
     ]
-    return DemoResult(rows, {arm.mode: arm.rates for arm in arms})
 
 
 def make_arms(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -97,4 +98,4 @@ def gpu_name() -> str | None:
 def command_line() -> str:
     """The command as the user typed it, without the interpreter and the folder of the script."""
     program = Path(sys.argv[0]).name
-    return " ".join(["acceptmoe" if program == "__main__.py" else program, *sys.argv[1:]])
+    return shlex.join(["acceptmoe" if program == "__main__.py" else program, *sys.argv[1:]])

@@ -157,6 +157,8 @@ def summary(report: dict[str, Any]) -> str:
         parts.append(f"{report['tokens_per_s']:.1f} tokens/s after the prompt")
     if report["accepted_length"] is not None:
         parts.append(f"{report['accepted_length']:.2f} tokens per verification")
+    if report["num_plain_steps"]:
+        parts.append(f"{report['num_plain_steps']} steps without a draft")
     if report["experts_used"] is not None:
         parts.append(
             f"{report['experts_used']:.1f} of {report['num_experts']} experts used per layer "

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from acceptmoe.cli.options import Device, Dtype
-from acceptmoe.drafting import AssistantDrafter, Drafter, load_drafter
+from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter, load_drafter
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
 from acceptmoe.policies import RoutingPolicy
 from acceptmoe.table import CommitmentTable, shipped_tables
@@ -114,6 +114,11 @@ def widened_target(target: Target, factor: int) -> Target:
 
 def widened_drafter(drafter: Drafter, factor: int) -> Drafter:
     """The same drafter with larger matrices, so that drafting costs what it would; else itself."""
+    if isinstance(drafter, Eagle3Drafter):
+        raise typer.BadParameter(
+            "an EAGLE-3 head reads its target's features at their own size; use --widen 1 with it",
+            param_hint="--widen",
+        )
     if isinstance(drafter, AssistantDrafter):
         return load_drafter(widen(drafter.model, factor, factor))
     return drafter
@@ -133,7 +138,7 @@ def open_table(
     raise InvalidArgumentError(
         f"no table for target {target.name!r} and drafter {drafter.name!r} is shipped; make one "
         f"with 'acceptmoe calibrate --target ... --drafter ... --out FILE' and give --table FILE"
-        ", or choose --policy natural, which needs none"
+        ". Natural decoding needs none: acceptmoe generate --policy natural"
     )
 
 

@@ -107,6 +107,12 @@ class Session:
             **routing,
         }
 
+    def __repr__(self) -> str:
+        return (
+            f"<AcceptMoE session: policy {self.policy.name}, drafter {self.drafter.name}, trees of "
+            f"{self.num_nodes} nodes and depth {self.max_depth}; report() has the counts>"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 

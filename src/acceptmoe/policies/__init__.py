@@ -57,7 +57,7 @@ def load_policy(spec: str | RoutingPolicy | None) -> RoutingPolicy:
     if missing:
         raise InvalidArgumentError(
             f"policy {name!r} needs {missing[0]}; write for instance "
-            f"'{name}:{missing[0]}={EXAMPLES[missing[0]]}'"
+            f"'{name}:{missing[0]}={EXAMPLES.get(missing[0], 'VALUE')}'"
         )
     return kind(**settings)
 
