@@ -13,6 +13,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 import acceptmoe
+from acceptmoe.drafting import NgramDrafter
 from acceptmoe.errors import (
     AcceptMoEError,
     DrafterError,
@@ -23,7 +24,8 @@ from acceptmoe.errors import (
     WrapStateError,
 )
 from acceptmoe.models.kv import find_cache_keyword
-from acceptmoe.policies import AcceptDepthPolicy, AcceptPolicy
+from acceptmoe.policies import AcceptDepthPolicy, AcceptPolicy, RoutingPolicy
+from acceptmoe.selection import RoutedBlock, Selection
 from acceptmoe.tree import DraftTree
 from drafters import ScriptedDrafter
 from model_state import ModelState
@@ -195,6 +197,27 @@ class TestDrafter:
         text = "the drafter reads the target at layer boundaries (0, 9); this target has bound"
         check_wrap_refuses(model, DrafterError, text, drafter=drafter)
 
+    def test_that_is_a_class(self, model: PreTrainedModel) -> None:
+        check_wrap_refuses(model, InvalidArgumentError, "drafter is ", drafter=NgramDrafter)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "text"),
+        [
+            ("name", None, "name of the drafter ScriptedDrafter is None; it must be a text"),
+            ("name", "", "name of the drafter ScriptedDrafter is ''; it must be a text"),
+            ("feature_boundaries", None, "feature_boundaries of the drafter 'scripted' is None"),
+            ("feature_boundaries", 3, "feature_boundaries of the drafter 'scripted' is 3"),
+            ("feature_boundaries", (0.5,), "feature_boundaries of the drafter 'scripted' is (0.5"),
+            ("feature_boundaries", ("0",), "feature_boundaries of the drafter 'scripted' is ('0'"),
+        ],
+    )
+    def test_with_a_strange_attribute(
+        self, model: PreTrainedModel, name: str, value: Any, text: str
+    ) -> None:
+        drafter = ScriptedDrafter(None)
+        setattr(drafter, name, value)
+        check_wrap_refuses(model, InvalidArgumentError, text, drafter=drafter)
+
     @pytest.mark.parametrize(
         ("tree", "text"),
         [
@@ -215,12 +238,88 @@ class TestDrafter:
                 lambda root: DraftTree((root, VOCAB_SIZE), (-1, 0), (1.0, 0.5)),
                 f"proposed token {VOCAB_SIZE}; the target's tokens are 0 to {VOCAB_SIZE - 1}",
             ),
+            (lambda root: None, "proposed a NoneType; it must be a DraftTree"),
+            (lambda root: (root,), "proposed a tuple; it must be a DraftTree"),
         ],
     )
     def test_that_breaks_its_promise(self, model: PreTrainedModel, tree, text: str) -> None:
         drafter = ScriptedDrafter(lambda known, *_: tree(known[-1]))
         acceptmoe.wrap(model, policy="natural", drafter=drafter, num_nodes=6, max_depth=2)
         with pytest.raises(DrafterError, match=re.escape(text)):
+            model.generate(
+                PROMPT, attention_mask=torch.ones_like(PROMPT), do_sample=False, pad_token_id=0
+            )
+
+
+class AnyPolicy(RoutingPolicy):
+    """Selects whatever `answer(block)` returns."""
+
+    name = "any"
+
+    def __init__(self, answer) -> None:
+        self.select = answer  # type: ignore[method-assign]
+
+    def select(self, block: RoutedBlock) -> Selection:
+        raise AssertionError("replaced by the constructor")
+
+
+def first_experts(block: RoutedBlock, number: int) -> Tensor:
+    return torch.arange(block.num_experts) < number
+
+
+class TestPolicy:
+    def test_without_a_name(self, model: PreTrainedModel) -> None:
+        policy = AnyPolicy(None)
+        policy.name = ""  # type: ignore[misc]
+        text = "name of the policy AnyPolicy is ''; it must be a text"
+        check_wrap_refuses(model, InvalidArgumentError, text, policy=policy)
+
+    @pytest.mark.parametrize(
+        ("answer", "text"),
+        [
+            (lambda block: None, "must return a Selection; it is a NoneType"),
+            (lambda block: first_experts(block, 4), "must return a Selection; it is a Tensor"),
+            (lambda block: Selection([True] * 8), "must return eligible as a tensor; it is a list"),
+            (
+                lambda block: Selection(torch.ones(9, dtype=torch.bool)),
+                "must return eligible of shape (8,) on cpu; it has (9,) on cpu",
+            ),
+            (
+                lambda block: Selection(block.is_wanted),
+                "must return eligible of shape (8,) on cpu; it has (",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4).to("meta")),
+                "must return eligible of shape (8,) on cpu; it has (8,) on meta",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4).float()),
+                "must return eligible in torch.bool; it is torch.float32",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4), combine="sum"),
+                "must return combine 'router' or 'natural'; it is 'sum'",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4), torch.zeros(8)),
+                "must return choice_bias of shape (",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4), block.gates * torch.nan),
+                "choice_bias of policy 'any' holds numbers that are not finite",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 1)),
+                "made 1 experts eligible; a row is routed to 2",
+            ),
+        ],
+    )
+    def test_that_breaks_its_promise(self, model: PreTrainedModel, answer, text: str) -> None:
+        drafter = ScriptedDrafter(
+            lambda known, *_: DraftTree((known[-1], 1, 2), (-1, 0, 0), (1.0, 0.5, 0.5))
+        )
+        acceptmoe.wrap(model, policy=AnyPolicy(answer), drafter=drafter, num_nodes=6, max_depth=2)
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
             model.generate(
                 PROMPT, attention_mask=torch.ones_like(PROMPT), do_sample=False, pad_token_id=0
             )
