@@ -335,7 +335,15 @@ class TestPrompt:
         check_generate_refuses(wrapped, InvalidArgumentError, text, None)
 
     @pytest.mark.parametrize(
-        ("value", "got"), [([[1, 2]], "list"), ("hello", "str"), (torch.rand(1, 3), "float32")]
+        ("value", "got"),
+        [
+            ([[1, 2]], "list"),
+            ("hello", "str"),
+            (torch.rand(1, 3), "float32"),
+            (torch.ones(1, 3, dtype=torch.bool), "bool"),
+            (torch.ones(1, 3, dtype=torch.uint8), "uint8"),
+            (torch.ones(1, 3, dtype=torch.complex64), "complex64"),
+        ],
     )
     def test_that_is_no_tensor_of_tokens(
         self, wrapped: PreTrainedModel, value: Any, got: str
@@ -361,6 +369,13 @@ class TestPrompt:
         check_generate_refuses(
             wrapped, UnsupportedGenerateError, text, None, inputs_embeds=embeddings
         )
+
+    @pytest.mark.parametrize("value", [[[1] * 11], torch.ones(11), torch.ones(2, 11)])
+    def test_with_a_mask_that_is_not_of_one_sequence(
+        self, wrapped: PreTrainedModel, value: Any
+    ) -> None:
+        text = "it must be a tensor [1, length], one number for every token"
+        check_generate_refuses(wrapped, InvalidArgumentError, text, attention_mask=value)
 
     def test_with_a_mask_of_another_length(self, wrapped: PreTrainedModel) -> None:
         mask = torch.ones(1, 7, dtype=torch.int64)
@@ -423,6 +438,23 @@ class TestGenerateKeywords:
         text = f"{name} is {value!r}; it must be a whole number from 1"
         keywords = {"max_new_tokens": None, name: value}
         check_generate_refuses(wrapped, InvalidArgumentError, text, **keywords)
+
+    @pytest.mark.parametrize("value", [{"max_new_tokens": 3}, {}, "default"])
+    def test_a_generation_config_of_a_wrong_type(
+        self, wrapped: PreTrainedModel, value: Any
+    ) -> None:
+        text = f"generation_config is a {type(value).__name__}; it must be a GenerationConfig"
+        check_generate_refuses(wrapped, InvalidArgumentError, text, generation_config=value)
+
+    def test_a_positional_generation_config(self, wrapped: PreTrainedModel) -> None:
+        config = GenerationConfig(penalty_alpha=0.6, top_k=4, pad_token_id=0)
+        text = "penalty_alpha is 0.6; it must be 0"
+        check_generate_refuses(wrapped, UnsupportedGenerateError, text, PROMPT, config)
+
+    @pytest.mark.parametrize("value", [3, [], "stdout", NeverCalled])
+    def test_a_streamer_that_is_none(self, wrapped: PreTrainedModel, value: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="it must be an object with the methods put"):
+            wrapped.generate(PROMPT, streamer=value)
 
     def test_a_keyword_that_nobody_knows(self, wrapped: PreTrainedModel) -> None:
         check_generate_refuses(wrapped, ValueError, "num_experts", num_experts=3)
