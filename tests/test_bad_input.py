@@ -13,6 +13,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 import acceptmoe
+from acceptmoe.drafting import NgramDrafter
 from acceptmoe.errors import (
     AcceptMoEError,
     DrafterError,
@@ -23,7 +24,8 @@ from acceptmoe.errors import (
     WrapStateError,
 )
 from acceptmoe.models.kv import find_cache_keyword
-from acceptmoe.policies import AcceptDepthPolicy, AcceptPolicy
+from acceptmoe.policies import AcceptDepthPolicy, AcceptPolicy, RoutingPolicy
+from acceptmoe.selection import RoutedBlock, Selection
 from acceptmoe.tree import DraftTree
 from drafters import ScriptedDrafter
 from model_state import ModelState
@@ -195,6 +197,27 @@ class TestDrafter:
         text = "the drafter reads the target at layer boundaries (0, 9); this target has bound"
         check_wrap_refuses(model, DrafterError, text, drafter=drafter)
 
+    def test_that_is_a_class(self, model: PreTrainedModel) -> None:
+        check_wrap_refuses(model, InvalidArgumentError, "drafter is ", drafter=NgramDrafter)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "text"),
+        [
+            ("name", None, "name of the drafter ScriptedDrafter is None; it must be a text"),
+            ("name", "", "name of the drafter ScriptedDrafter is ''; it must be a text"),
+            ("feature_boundaries", None, "feature_boundaries of the drafter 'scripted' is None"),
+            ("feature_boundaries", 3, "feature_boundaries of the drafter 'scripted' is 3"),
+            ("feature_boundaries", (0.5,), "feature_boundaries of the drafter 'scripted' is (0.5"),
+            ("feature_boundaries", ("0",), "feature_boundaries of the drafter 'scripted' is ('0'"),
+        ],
+    )
+    def test_with_a_strange_attribute(
+        self, model: PreTrainedModel, name: str, value: Any, text: str
+    ) -> None:
+        drafter = ScriptedDrafter(None)
+        setattr(drafter, name, value)
+        check_wrap_refuses(model, InvalidArgumentError, text, drafter=drafter)
+
     @pytest.mark.parametrize(
         ("tree", "text"),
         [
@@ -215,12 +238,88 @@ class TestDrafter:
                 lambda root: DraftTree((root, VOCAB_SIZE), (-1, 0), (1.0, 0.5)),
                 f"proposed token {VOCAB_SIZE}; the target's tokens are 0 to {VOCAB_SIZE - 1}",
             ),
+            (lambda root: None, "proposed a NoneType; it must be a DraftTree"),
+            (lambda root: (root,), "proposed a tuple; it must be a DraftTree"),
         ],
     )
     def test_that_breaks_its_promise(self, model: PreTrainedModel, tree, text: str) -> None:
         drafter = ScriptedDrafter(lambda known, *_: tree(known[-1]))
         acceptmoe.wrap(model, policy="natural", drafter=drafter, num_nodes=6, max_depth=2)
         with pytest.raises(DrafterError, match=re.escape(text)):
+            model.generate(
+                PROMPT, attention_mask=torch.ones_like(PROMPT), do_sample=False, pad_token_id=0
+            )
+
+
+class AnyPolicy(RoutingPolicy):
+    """Selects whatever `answer(block)` returns."""
+
+    name = "any"
+
+    def __init__(self, answer) -> None:
+        self.select = answer  # type: ignore[method-assign]
+
+    def select(self, block: RoutedBlock) -> Selection:
+        raise AssertionError("replaced by the constructor")
+
+
+def first_experts(block: RoutedBlock, number: int) -> Tensor:
+    return torch.arange(block.num_experts) < number
+
+
+class TestPolicy:
+    def test_without_a_name(self, model: PreTrainedModel) -> None:
+        policy = AnyPolicy(None)
+        policy.name = ""  # type: ignore[misc]
+        text = "name of the policy AnyPolicy is ''; it must be a text"
+        check_wrap_refuses(model, InvalidArgumentError, text, policy=policy)
+
+    @pytest.mark.parametrize(
+        ("answer", "text"),
+        [
+            (lambda block: None, "must return a Selection; it is a NoneType"),
+            (lambda block: first_experts(block, 4), "must return a Selection; it is a Tensor"),
+            (lambda block: Selection([True] * 8), "must return eligible as a tensor; it is a list"),
+            (
+                lambda block: Selection(torch.ones(9, dtype=torch.bool)),
+                "must return eligible of shape (8,) on cpu; it has (9,) on cpu",
+            ),
+            (
+                lambda block: Selection(block.is_wanted),
+                "must return eligible of shape (8,) on cpu; it has (",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4).to("meta")),
+                "must return eligible of shape (8,) on cpu; it has (8,) on meta",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4).float()),
+                "must return eligible in torch.bool; it is torch.float32",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4), combine="sum"),
+                "must return combine 'router' or 'natural'; it is 'sum'",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4), torch.zeros(8)),
+                "must return choice_bias of shape (",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 4), block.gates * torch.nan),
+                "choice_bias of policy 'any' holds numbers that are not finite",
+            ),
+            (
+                lambda block: Selection(first_experts(block, 1)),
+                "made 1 experts eligible; a row is routed to 2",
+            ),
+        ],
+    )
+    def test_that_breaks_its_promise(self, model: PreTrainedModel, answer, text: str) -> None:
+        drafter = ScriptedDrafter(
+            lambda known, *_: DraftTree((known[-1], 1, 2), (-1, 0, 0), (1.0, 0.5, 0.5))
+        )
+        acceptmoe.wrap(model, policy=AnyPolicy(answer), drafter=drafter, num_nodes=6, max_depth=2)
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
             model.generate(
                 PROMPT, attention_mask=torch.ones_like(PROMPT), do_sample=False, pad_token_id=0
             )
@@ -236,7 +335,15 @@ class TestPrompt:
         check_generate_refuses(wrapped, InvalidArgumentError, text, None)
 
     @pytest.mark.parametrize(
-        ("value", "got"), [([[1, 2]], "list"), ("hello", "str"), (torch.rand(1, 3), "float32")]
+        ("value", "got"),
+        [
+            ([[1, 2]], "list"),
+            ("hello", "str"),
+            (torch.rand(1, 3), "float32"),
+            (torch.ones(1, 3, dtype=torch.bool), "bool"),
+            (torch.ones(1, 3, dtype=torch.uint8), "uint8"),
+            (torch.ones(1, 3, dtype=torch.complex64), "complex64"),
+        ],
     )
     def test_that_is_no_tensor_of_tokens(
         self, wrapped: PreTrainedModel, value: Any, got: str
@@ -262,6 +369,13 @@ class TestPrompt:
         check_generate_refuses(
             wrapped, UnsupportedGenerateError, text, None, inputs_embeds=embeddings
         )
+
+    @pytest.mark.parametrize("value", [[[1] * 11], torch.ones(11), torch.ones(2, 11)])
+    def test_with_a_mask_that_is_not_of_one_sequence(
+        self, wrapped: PreTrainedModel, value: Any
+    ) -> None:
+        text = "it must be a tensor [1, length], one number for every token"
+        check_generate_refuses(wrapped, InvalidArgumentError, text, attention_mask=value)
 
     def test_with_a_mask_of_another_length(self, wrapped: PreTrainedModel) -> None:
         mask = torch.ones(1, 7, dtype=torch.int64)
@@ -324,6 +438,23 @@ class TestGenerateKeywords:
         text = f"{name} is {value!r}; it must be a whole number from 1"
         keywords = {"max_new_tokens": None, name: value}
         check_generate_refuses(wrapped, InvalidArgumentError, text, **keywords)
+
+    @pytest.mark.parametrize("value", [{"max_new_tokens": 3}, {}, "default"])
+    def test_a_generation_config_of_a_wrong_type(
+        self, wrapped: PreTrainedModel, value: Any
+    ) -> None:
+        text = f"generation_config is a {type(value).__name__}; it must be a GenerationConfig"
+        check_generate_refuses(wrapped, InvalidArgumentError, text, generation_config=value)
+
+    def test_a_positional_generation_config(self, wrapped: PreTrainedModel) -> None:
+        config = GenerationConfig(penalty_alpha=0.6, top_k=4, pad_token_id=0)
+        text = "penalty_alpha is 0.6; it must be 0"
+        check_generate_refuses(wrapped, UnsupportedGenerateError, text, PROMPT, config)
+
+    @pytest.mark.parametrize("value", [3, [], "stdout", NeverCalled])
+    def test_a_streamer_that_is_none(self, wrapped: PreTrainedModel, value: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="it must be an object with the methods put"):
+            wrapped.generate(PROMPT, streamer=value)
 
     def test_a_keyword_that_nobody_knows(self, wrapped: PreTrainedModel) -> None:
         check_generate_refuses(wrapped, ValueError, "num_experts", num_experts=3)

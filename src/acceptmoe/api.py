@@ -170,16 +170,20 @@ class AcceptMoEMixin:
     def generate(
         self,
         inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
         *args: Any,
         streamer: BaseStreamer | None = None,
         **kwargs: Any,
     ) -> Any:
         """Transformers' `generate`; keywords that do not go with draft trees are refused."""
-        check_call(cast(PreTrainedModel, self), inputs, kwargs)
+        check_call(
+            cast(PreTrainedModel, self), inputs, {**kwargs, "generation_config": generation_config}
+        )
         if streamer is not None:
+            check_streamer(streamer)
             kwargs["streamer"] = HeldStreamer(streamer)
         with self.acceptmoe.exclusive("generate"):
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, mode_kwargs: Any
@@ -313,7 +317,14 @@ def check_call(model: PreTrainedModel, inputs: Any, kwargs: dict[str, Any]) -> N
             "cache_implementation is 'paged', continuous batching, which takes no draft trees; use "
             "'dynamic' (the default) or 'static'"
         )
-    given = kwargs.get("generation_config") or model.generation_config
+    given = kwargs.get("generation_config")
+    if given is None:
+        given = model.generation_config
+    if not isinstance(given, GenerationConfig):
+        raise InvalidArgumentError(
+            f"generation_config is a {type(given).__name__}; it must be a GenerationConfig; single "
+            "settings are keywords of generate"
+        )
     for name, ordinary in (
         ("num_return_sequences", 1),
         ("penalty_alpha", 0),
@@ -338,7 +349,23 @@ def check_call(model: PreTrainedModel, inputs: Any, kwargs: dict[str, Any]) -> N
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
             raise InvalidArgumentError(f"{name} is {value!r}; it must be a whole number from 1")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != 1):
+        got = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidArgumentError(
+            f"attention_mask is {got}; it must be a tensor [1, length], one number for every token"
+        )
     check_prompt(model, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+
+
+def check_streamer(streamer: Any) -> None:
+    """Raise `InvalidArgumentError` unless tokens can be put into `streamer`."""
+    has_methods = all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
+    if isinstance(streamer, type) or not has_methods:
+        raise InvalidArgumentError(
+            f"streamer is {streamer!r:.80}; it must be an object with the methods put and end, for "
+            "instance TextStreamer(tokenizer)"
+        )
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Any, kwargs: dict[str, Any]) -> None:
@@ -351,7 +378,7 @@ def check_prompt(model: PreTrainedModel, input_ids: Any, kwargs: dict[str, Any])
                 "input_ids, an integer tensor [1, length]"
             )
         return
-    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise InvalidArgumentError(
             f"input_ids is {got}; it must be an integer tensor [1, length], as tokenizers give "

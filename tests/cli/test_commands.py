@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner, Result
 
 from acceptmoe import CommitmentTable, __version__
 from acceptmoe.cli import app
+from acceptmoe.cli.generate import read_prompt
 from acceptmoe.targets import load_target
 from random_target import ASSISTANT, TARGET, save_table
 
@@ -324,3 +326,35 @@ def test_the_module_runs_in_a_process_of_its_own(checkpoints: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["token_ids"]) == 4
     assert json.loads(done.stdout)["provenance"]["command"].startswith("acceptmoe generate --json")
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"abc\x80"])
+def test_a_prompt_that_is_no_text_is_wrong_usage(text: bytes) -> None:
+    typed = CliRunner().invoke(app, ["generate", "-"], input=text)
+    given = run("generate", text.decode(errors="surrogateescape"))
+    for result in (typed, given):
+        assert result.exit_code == 2
+        assert "it cannot be read as text in UTF-8" in plain_text(result)
+
+
+def test_a_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(typer.BadParameter, match="it is empty"):
+        read_prompt("-")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the full device is Linux's")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_under_the_results_is_one_message(options: list[str]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "acceptmoe", "info", *options],
+            env={**os.environ, "PYTHONPATH": str(SOURCES)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the results cannot be written: ")
+    assert "Traceback" not in done.stderr

@@ -302,6 +302,14 @@ class TestCachesOfTheCaller:
             assert int(cache.get_seq_length()) == text.shape[1] - 1
 
 
+@pytest.mark.parametrize("num_more", [1, 3])
+def test_a_static_cache_of_more_layers_than_the_model_has(pair: Pair, num_more: int) -> None:
+    def make() -> Cache:
+        return Cache(layers=[StaticLayer(max_cache_len=64) for _ in range(NUM_LAYERS + num_more)])
+
+    pair.check(**{find_cache_keyword(pair.plain): lambda: make()})
+
+
 def test_a_static_cache_of_transformers_is_used() -> None:
     pair = Pair("qwen3_moe")
     keyword = find_cache_keyword(pair.plain)

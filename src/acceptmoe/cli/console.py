@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from acceptmoe.errors import AcceptMoEError
 FAILED = 1
 WRONG_USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 output = Console()
 messages = Console(stderr=True)  # progress, errors, remarks: never among the results
@@ -35,6 +37,14 @@ def reports_errors(command: Callable[Parameters, Returned]) -> Callable[Paramete
             return command(*args, **kwargs)
         except AcceptMoEError as error:
             print_error(str(error))
+            raise typer.Exit(FAILED) from error
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            print_error(
+                f"the results cannot be written: {error.strerror}; make room, or write to "
+                "another place"
+            )
             raise typer.Exit(FAILED) from error
         except KeyboardInterrupt as error:
             print_remark("interrupted")

@@ -122,11 +122,22 @@ def parse_policy(spec: str | None) -> RoutingPolicy:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt, from standard input for "-"; an empty one is a usage error."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    """The prompt, from standard input for "-"; one that is empty or no text is a usage error."""
+    try:
+        text = read_standard_input() if prompt == "-" else prompt
+        text.encode()  # bytes that are no UTF-8 come out of an argument as lone surrogates
+    except UnicodeError as error:
+        raise typer.BadParameter(
+            f"it cannot be read as text in UTF-8: {error}", param_hint="PROMPT"
+        ) from error
     if not text:
         raise typer.BadParameter("it is empty; give at least one character", param_hint="PROMPT")
     return text
+
+
+def read_standard_input() -> str:
+    """Everything on standard input; nothing where it is closed."""
+    return sys.stdin.read() if sys.stdin is not None else ""
 
 
 def prompt_ids(

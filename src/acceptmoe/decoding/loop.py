@@ -85,6 +85,11 @@ def check_proposal(
 ) -> None:
     """Raise `DrafterError` when a drafter breaks its promise; anybody can write one."""
     drafter, num_token_ids = session.drafter, session.adapter.num_token_ids
+    if not isinstance(tree, DraftTree):
+        raise DrafterError(
+            f"the drafter {drafter.name!r} proposed a {type(tree).__name__}; it must be a "
+            "DraftTree, DraftTree.root_only(token) where it has no idea"
+        )
     if tree.tokens[0] != root:
         raise DrafterError(
             f"the drafter {drafter.name!r} proposed a tree with root {tree.tokens[0]}; "

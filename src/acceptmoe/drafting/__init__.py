@@ -43,13 +43,29 @@ def load_drafter(spec: Drafter | PreTrainedModel | str | os.PathLike[str]) -> Dr
     """
     if isinstance(spec, PreTrainedModel):
         return AssistantDrafter(spec)
-    if isinstance(spec, Drafter):
+    if isinstance(spec, Drafter) and not isinstance(spec, type):
+        _check_attributes(spec)
         return spec
     if isinstance(spec, str) and spec in NAMED_DRAFTERS:
         return NAMED_DRAFTERS[spec]()
     if isinstance(spec, (str, os.PathLike)):
         return _load_folder(Path(spec))
     raise InvalidArgumentError(f"drafter is {spec!r:.80} ({type(spec).__name__}); {ALLOWED_FORMS}")
+
+
+def _check_attributes(drafter: Drafter) -> None:
+    """Raise `InvalidArgumentError` for attributes that a protocol check does not look into."""
+    kind, name, boundaries = type(drafter).__name__, drafter.name, drafter.feature_boundaries
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(
+            f"name of the drafter {kind} is {name!r}; it must be a text, it goes into tables and "
+            "reports"
+        )
+    if not isinstance(boundaries, tuple) or any(type(number) is not int for number in boundaries):
+        raise InvalidArgumentError(
+            f"feature_boundaries of the drafter {name!r} is {boundaries!r:.80}; it must be a tuple "
+            "of layer numbers, () where the drafter reads no features"
+        )
 
 
 def _load_folder(folder: Path) -> Drafter:

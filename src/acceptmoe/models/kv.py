@@ -71,6 +71,8 @@ def keep_path(cache: Cache, prefix_length: int, nodes: Sequence[int]) -> None:
     kept = prefix_length + len(nodes)
     is_in_place = tuple(nodes) == tuple(range(len(nodes)))
     for layer in cache.layers:
+        if not layer.is_initialized:
+            continue  # one more than the model has layers
         if not is_in_place:
             source = torch.tensor(nodes, device=layer.keys.device) + prefix_length
             for states in (layer.keys, layer.values):

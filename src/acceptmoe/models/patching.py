@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from acceptmoe.errors import SelfCheckError
+from acceptmoe.errors import InvalidArgumentError, SelfCheckError
 from acceptmoe.models.adapter import MoEAdapter, SparseLayer
 from acceptmoe.models.counters import RoutedLayer, RoutingCounters
 from acceptmoe.models.scoring import RouterOutput, Scoring
-from acceptmoe.policies import RoutingPolicy
+from acceptmoe.policies import POLICIES, RoutingPolicy
 from acceptmoe.selection import BlockRows, RoutedBlock, Selection, demand
 
 
@@ -121,13 +121,65 @@ def read_block(
 def select_inside_groups(
     scoring: Scoring, router: nn.Module, block: RoutedBlock, policy: RoutingPolicy
 ) -> Selection:
-    """The policy's selection, completed where a router picks groups of experts first."""
+    """The policy's selection, completed where a router picks groups of experts first.
+
+    Raises `InvalidArgumentError` when a policy breaks its promise; anybody can write one.
+    """
     selection = policy.select(block)
-    if not scoring.needs_completion(router):
-        return selection
-    expert_demand = demand(block, block.rows.path_commitment)
-    eligible = scoring.complete(router, block, selection.eligible, expert_demand)
-    return Selection(eligible, selection.choice_bias, selection.combine)
+    check_selection(selection, block, policy)
+    if scoring.needs_completion(router):
+        expert_demand = demand(block, block.rows.path_commitment)
+        eligible = scoring.complete(router, block, selection.eligible, expert_demand)
+        selection = Selection(eligible, selection.choice_bias, selection.combine)
+    if type(policy) not in POLICIES.values():  # ours are tested, and the host would wait
+        check_selected_values(selection, block, policy)
+    return selection
+
+
+def check_selection(selection: Selection, block: RoutedBlock, policy: RoutingPolicy) -> None:
+    """Raise `InvalidArgumentError` unless `selection` is one of the block's shape and device."""
+    promise = f"policy {policy.name!r} must return"
+    if not isinstance(selection, Selection):
+        raise InvalidArgumentError(f"{promise} a Selection; it is a {type(selection).__name__}")
+    device = block.gates.device
+    for name, value, shape in (
+        ("eligible", selection.eligible, block.gates.shape[1:]),
+        ("choice_bias", selection.choice_bias, block.gates.shape),
+    ):
+        if value is None and name == "choice_bias":
+            continue
+        if not isinstance(value, Tensor):
+            raise InvalidArgumentError(
+                f"{promise} {name} as a tensor; it is a {type(value).__name__}"
+            )
+        if value.shape != shape or value.device != device:
+            raise InvalidArgumentError(
+                f"{promise} {name} of shape {tuple(shape)} on {device}; it has "
+                f"{tuple(value.shape)} on {value.device}"
+            )
+    if selection.eligible.dtype != torch.bool:
+        raise InvalidArgumentError(
+            f"{promise} eligible in torch.bool; it is {selection.eligible.dtype}"
+        )
+    if selection.combine not in ("router", "natural"):
+        raise InvalidArgumentError(
+            f"{promise} combine 'router' or 'natural'; it is {selection.combine!r}"
+        )
+
+
+def check_selected_values(selection: Selection, block: RoutedBlock, policy: RoutingPolicy) -> None:
+    """Raise `InvalidArgumentError` unless every row finds its experts. Waits for the device."""
+    num_needed, num_eligible = block.natural_ids.shape[1], int(selection.eligible.sum())
+    if num_eligible < num_needed:
+        raise InvalidArgumentError(
+            f"policy {policy.name!r} made {num_eligible} experts eligible; a row is routed to "
+            f"{num_needed}, so it must be at least as many"
+        )
+    if selection.choice_bias is not None and not selection.choice_bias.isfinite().all():
+        raise InvalidArgumentError(
+            f"choice_bias of policy {policy.name!r} holds numbers that are not finite; leave "
+            "experts out by eligible instead"
+        )
 
 
 def route_block(

@@ -39,6 +39,12 @@ def load_policy(spec: str | RoutingPolicy | None) -> RoutingPolicy:
     Raises `InvalidArgumentError` for an unknown name, an unknown setting, or a bad value.
     """
     if isinstance(spec, RoutingPolicy):
+        name = getattr(spec, "name", None)
+        if not isinstance(name, str) or not name:
+            raise InvalidArgumentError(
+                f"name of the policy {type(spec).__name__} is {name!r}; it must be a text, it goes "
+                "into reports"
+            )
         return spec
     text = DEFAULT_POLICY if spec is None else spec
     name = text.partition(":")[0] if isinstance(text, str) else ""
