@@ -49,12 +49,13 @@ COLUMNS = (
 )
 EXPLANATION = (
     "tokens/s: wall time of whole generate calls, prompt included, modes in turn; speed-up: over "
-    "autoregressive. length: tokens emitted per verification pass. union: experts that the rows want, eligible and used: those that they may and do get, per layer and "
-    "pass. same text: outputs equal to autoregressive. top-1 and KL (nats per token): against the "
-    "unwrapped model on the same text; natural is lossless, the two below it are not. correct: "
-    "answers that pass the task's checker. Widened: every feature repeated, the same tokens then "
-    "cost what they do in a larger model; at their own size the bundled targets fit into a "
-    "processor's cache. Other models and machines differ."
+    "autoregressive. length: tokens emitted per verification pass. union: experts that the rows "
+    "want, eligible and used: those that they may and do get, per layer and pass. same text: "
+    "outputs equal to autoregressive. top-1 and KL (nats per token): against the unwrapped model on "
+    "the same text; natural is lossless, the two below it are not. correct: answers that pass the "
+    "task's checker. Widened: every feature repeated, the same tokens then cost what they do in a "
+    "larger model; at their own size the bundled targets fit into a processor's cache. Other models "
+    "and machines differ."
 )
 NO_GAIN = (
     "No mode was faster than plain decoding here: on this processor, with what else it runs, the "
