@@ -51,10 +51,10 @@ EXPLANATION = (
     "tokens/s: wall time of whole generate calls, prompt included, modes in turn; speed-up: over "
     "autoregressive. length: tokens emitted per verification pass. union: experts that the rows "
     "want, eligible and used: those that they may and do get, per layer and pass. same text: "
-    "outputs equal to autoregressive. top-1 and KL (nats per token): against the unwrapped model on "
+    "outputs equal to autoregressive. top-1, KL (nats per token): against the unwrapped model on "
     "the same text; natural is lossless, the two below it are not. correct: answers that pass the "
     "task's checker. Widened: every feature repeated, the same tokens then cost what they do in a "
-    "larger model; at their own size the bundled targets fit into a processor's cache. Other models "
+    "larger model; at their own size the bundled targets fit into a CPU cache. Other models "
     "and machines differ."
 )
 NO_GAIN = (
