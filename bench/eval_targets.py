@@ -1,10 +1,11 @@
 """What the bundled targets can do: accuracy on four tasks, use of experts, and a damage probe.
 
-    PYTHONPATH=src python bench/eval_targets.py --count 200 --drafter assistant --probe 25
+    PYTHONPATH=src python bench/eval_targets.py --count 200
 
-Greedy, at most 256 tokens, EOS required. `--drafter` adds accepted length and natural union of
-speculative trees; `--probe N` decodes N prompts of each task again with a quarter of the experts
-(`moe-spec`), which must hurt: a target that bears it would hide a bad selection rule.
+Greedy, at most 256 tokens, EOS required. Some prompts of each task are decoded again by draft
+trees, for accepted length and natural union, and once more with a quarter of the experts
+(`moe-spec`), which must hurt: a target that bears it would hide a bad selection rule. Targets that
+were not measured keep their rows in the results file.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from acceptmoe.bench.provenance import provenance
 from acceptmoe.policies import MoeSpecPolicy
+from acceptmoe.targets import assistant_folder, eagle3_folder, target_folder, target_names
 from acceptmoe.targets.problem import Problem
 from acceptmoe.targets.tasks import MAX_NEW_TOKENS, TASKS, check_all, problems
 
 Completion = tuple[list[int], bool]  # the tokens without EOS, and whether EOS came
 
 _BATCH = 200
+_FOLDERS = {"eagle3": eagle3_folder, "assistant": assistant_folder}
 _RESULTS = Path(__file__).parent / "results" / "targets.json"
 
 
@@ -160,14 +164,11 @@ def speculate(
 
 
 def evaluate(
-    name: str, folder: Path, arguments: argparse.Namespace
+    name: str, folder: Path, drafters: dict[str, str], arguments: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the rows of one target, and its router use."""
+    """Return the rows of one target, and its router use; the first drafter does the probe too."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    drafter: Any = arguments.drafter
-    if drafter not in (None, "ngram"):
-        drafter = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32).eval()
     rows, all_asked, all_done = [], [], []
     for task in TASKS:
         asked = problems(task, arguments.split, arguments.count)
@@ -184,21 +185,24 @@ def evaluate(
             "num_experts": getattr(model.config, "num_local_experts", None)
             or model.config.num_experts,
             "mean_completion_tokens": round(sum(len(t) for t, _ in done) / len(done), 1),
+            "accepted_lengths": {},
         }
-        if drafter is not None:
-            few = asked[: arguments.probe or 25]
-            natural, report = speculate(model, tokenizer, few, drafter, "natural")
+        few = asked[: arguments.speculated]
+        for drafter, source in drafters.items():
+            num_natural, report = speculate(model, tokenizer, few, source, "natural")
+            row["accepted_lengths"][drafter] = report["accepted_length"]
+            if row["accepted_length"] is not None:
+                continue
             row["accepted_length"] = report["accepted_length"]
             row["natural_union"] = report["natural_union"]
-            if arguments.probe:
-                quarter = MoeSpecPolicy(row["num_experts"] // 4)
-                few_right, _ = speculate(model, tokenizer, few, drafter, quarter)
-                row["probe"] = {
-                    "policy": "moe-spec, a quarter of the experts",
-                    "num_prompts": len(few),
-                    "natural_accuracy": natural / len(few),
-                    "accuracy": few_right / len(few),
-                }
+            quarter = MoeSpecPolicy(row["num_experts"] // 4)
+            num_probed, _ = speculate(model, tokenizer, few, source, quarter)
+            row["probe"] = {
+                "policy": "moe-spec, a quarter of the experts",
+                "num_prompts": len(few),
+                "natural_accuracy": num_natural / len(few),
+                "accuracy": num_probed / len(few),
+            }
         rows.append(row)
     return rows, {name: router_use(model, tokenizer, all_asked, all_done)}
 
@@ -214,7 +218,7 @@ def show(rows: list[dict[str, Any]], uses: dict[str, Any]) -> None:
             f"{100 * row['accuracy']:.1f} %",
             str(row["num_prompts"]),
             str(row["mean_completion_tokens"]),
-            "-" if row["accepted_length"] is None else f"{row['accepted_length']:.2f}",
+            ", ".join(f"{d} {length:.2f}" for d, length in row["accepted_lengths"].items()),
             "-" if row["natural_union"] is None else f"{row['natural_union']:.1f}",
             f"{probe['natural_accuracy']:.2f} -> {probe['accuracy']:.2f}" if probe else "-",
         )
@@ -234,28 +238,49 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a checkpoint folder instead of a bundled name")
     parser.add_argument("--split", default="test")
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--drafter", help="assistant, ngram, or a checkpoint folder")
-    parser.add_argument("--probe", type=int, default=0)
+    parser.add_argument(
+        "--drafters",
+        default="eagle3,ngram",
+        help="of eagle3, assistant and ngram; the first gives accepted_length and the probe",
+    )
+    parser.add_argument(
+        "--speculated", type=int, default=50, help="prompts of each task decoded by draft trees"
+    )
     parser.add_argument("--out", type=Path, default=_RESULTS)
     arguments = parser.parse_args()
 
-    from acceptmoe.targets import assistant_folder, target_folder, target_names
-
     wanted = [arguments.folder.name] if arguments.folder else arguments.target or target_names()
-    wants_assistant = arguments.drafter == "assistant"
     rows: list[dict[str, Any]] = []
     uses: dict[str, Any] = {}
     for name in wanted:
         folder = arguments.folder or target_folder(name)
-        if wants_assistant:
-            arguments.drafter = str(assistant_folder(name))
-        target_rows, use = evaluate(name, folder, arguments)
+        drafters = {
+            drafter: str(_FOLDERS[drafter](name)) if drafter in _FOLDERS else drafter
+            for drafter in filter(None, arguments.drafters.split(","))
+        }
+        target_rows, use = evaluate(name, folder, drafters, arguments)
         rows += target_rows
         uses.update(use)
     show(rows, uses)
     if not arguments.folder:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"rows": rows, "router_use": uses}, indent=1) + "\n")
+        store(arguments.out, rows, uses)
+
+
+def store(path: Path, rows: list[dict[str, Any]], uses: dict[str, Any]) -> None:
+    """Replace the measured targets in the results file; rows of the others stay."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    kept = [row for row in old.get("rows", []) if row["target"] not in uses]
+    names = list(target_names())
+    content = {
+        "rows": sorted(kept + rows, key=lambda row: names.index(row["target"])),
+        "router_use": {**old.get("router_use", {}), **uses},
+        "provenance": {
+            **old.get("provenance", {}),
+            **{name: provenance(seed=0) for name in uses},
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

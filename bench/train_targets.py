@@ -10,6 +10,8 @@ the last checkpoint. The learning rate is constant after a warm-up and falls lin
 
 import argparse
 import os
+import signal
+import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -248,7 +250,9 @@ def main() -> None:
     if arguments.workers == 1:
         train(0, arguments)
     else:
-        torch.multiprocessing.spawn(train, (arguments,), nprocs=arguments.workers)
+        # Asked to end, end by exiting, which takes the workers along.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        torch.multiprocessing.spawn(train, (arguments,), nprocs=arguments.workers, daemon=True)
 
 
 if __name__ == "__main__":

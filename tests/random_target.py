@@ -24,8 +24,9 @@ from acceptmoe.table import (
     config_fingerprint,
 )
 
-TARGET = "tiny-qwen3-moe"
-ASSISTANT = "tiny-assistant"
+# Names that no shipped table or weights have.
+TARGET = "random-moe"
+ASSISTANT = "random-assistant"
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +62,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundled(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the bundled target, which is the random one while the test runs."""
     monkeypatch.setattr(targets, "_WEIGHTS", checkpoints)
+    monkeypatch.setattr(targets, "_ASSISTANT_OF", {TARGET: ASSISTANT})
     return TARGET
 
 

@@ -17,9 +17,9 @@ from acceptmoe.table import (
 def make_table_for(
     model: PreTrainedModel, *, num_nodes: int, max_depth: int, drafter: str
 ) -> CommitmentTable:
-    """A table that fits `model` and this tree: commitment 0.7 to the power of the depth."""
+    """A table that fits `model` and this tree: commitment 0.4 to the power of the depth."""
     num_trials = 10**6
-    successes = tuple(round(num_trials * 0.7**depth) for depth in range(max_depth + 1))
+    successes = tuple(round(num_trials * 0.4**depth) for depth in range(max_depth + 1))
     return CommitmentTable(
         target=type(model).__name__,
         target_fingerprint=config_fingerprint(model.config),

@@ -16,7 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 import acceptmoe
 from acceptmoe.api import AcceptMoEMixin
 from acceptmoe.errors import WrapStateError
-from acceptmoe.models.adapter import FAMILIES, cache_keyword
+from acceptmoe.models.adapter import FAMILIES
+from acceptmoe.models.kv import find_cache_keyword
 from drafters import OracleDrafter, ScriptedDrafter
 from model_state import ModelState
 from tables import make_table_for
@@ -250,7 +251,7 @@ class TestAfterAnException:
         wrap_natural(model)
         for after in (5, 7, 8):
             cache = DynamicCache()
-            keywords = {cache_keyword(model): cache}
+            keywords = {find_cache_keyword(model): cache}
             with pytest.raises(RuntimeError, match="torn"):
                 generate(
                     model, make_prompt(), streamer=Raises(RuntimeError("torn"), after), **keywords

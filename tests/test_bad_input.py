@@ -22,7 +22,7 @@ from acceptmoe.errors import (
     UnsupportedModelError,
     WrapStateError,
 )
-from acceptmoe.models.adapter import cache_keyword
+from acceptmoe.models.kv import find_cache_keyword
 from acceptmoe.policies import AcceptDepthPolicy, AcceptPolicy
 from acceptmoe.tree import DraftTree
 from drafters import ScriptedDrafter
@@ -89,7 +89,7 @@ class TestModel:
 
     def test_that_is_not_wrapped(self, model: PreTrainedModel) -> None:
         before = ModelState.of(model)
-        with pytest.raises(WrapStateError, match="Qwen3MoeForCausalLM is not wrapped; acceptmoe.w"):
+        with pytest.raises(WrapStateError, match="Qwen3MoeForCausalLM is not wrapped; "):
             acceptmoe.unwrap(model)
         before.check_same(model)
 
@@ -335,7 +335,7 @@ class TestCacheOfTheCaller:
         cache = DynamicCache(config=wrapped.config)
         text = "the cache has a DynamicSlidingWindowLayer; a draft tree can be compacted in"
         check_generate_refuses(
-            wrapped, UnsupportedGenerateError, text, **{cache_keyword(wrapped): cache}
+            wrapped, UnsupportedGenerateError, text, **{find_cache_keyword(wrapped): cache}
         )
 
     def test_a_static_one_with_windows(self) -> None:
@@ -343,18 +343,18 @@ class TestCacheOfTheCaller:
         cache = StaticCache(config=wrapped.config, max_cache_len=64)
         text = "the cache has a StaticSlidingWindowLayer; a draft tree can be compacted in"
         check_generate_refuses(
-            wrapped, UnsupportedGenerateError, text, **{cache_keyword(wrapped): cache}
+            wrapped, UnsupportedGenerateError, text, **{find_cache_keyword(wrapped): cache}
         )
 
     def test_that_is_too_small(self, wrapped: PreTrainedModel) -> None:
         cache = Cache(layers=[StaticLayer(max_cache_len=14) for _ in range(NUM_LAYERS)])
         text = "the static cache has 14 slots and this call may need 15; give it 21"
         check_generate_refuses(
-            wrapped, UnsupportedGenerateError, text, **{cache_keyword(wrapped): cache}
+            wrapped, UnsupportedGenerateError, text, **{find_cache_keyword(wrapped): cache}
         )
 
     @pytest.mark.parametrize("value", [((PROMPT, PROMPT),), "static", 3])
     def test_that_is_no_cache(self, wrapped: PreTrainedModel, value: Any) -> None:
-        keyword = cache_keyword(wrapped)
+        keyword = find_cache_keyword(wrapped)
         text = f"{keyword} is a {type(value).__name__}; it must be a Cache"
         check_generate_refuses(wrapped, InvalidArgumentError, text, **{keyword: value})

@@ -25,6 +25,7 @@ PUBLIC = [
     "UnsupportedModelError",
     "WrapStateError",
     "__version__",
+    "load_target",
     "unwrap",
     "wrap",
 ]

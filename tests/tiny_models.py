@@ -121,7 +121,7 @@ SPREAD = {
     "default": 0.1,
     "dots1_sliding": 0.04,
     "exaone_moe": 0.04,
-    "gpt_oss": 0.15,
+    "gpt_oss": 0.08,
     "mixtral_sliding": 0.05,
 }
 

@@ -20,6 +20,7 @@ from acceptmoe.errors import (
     WrapStateError,
 )
 from acceptmoe.table import CommitmentTable
+from acceptmoe.targets import load_target
 from acceptmoe.tree import DraftTree, TreeShape
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "UnsupportedModelError",
     "WrapStateError",
     "__version__",
+    "load_target",
     "unwrap",
     "wrap",
 ]

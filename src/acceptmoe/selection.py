@@ -11,6 +11,7 @@ since it follows each family's own router), residency-aware pruning.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -64,6 +65,11 @@ class RoutedBlock:
     def num_experts(self) -> int:
         return self.gates.shape[1]
 
+    @cached_property
+    def is_wanted(self) -> Tensor:
+        """[T, E] bool: whether the expert is in the row's own top-k; False for padded rows."""
+        return routed_mask(self.natural_ids, self.rows.is_real, self.num_experts)
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -98,9 +104,8 @@ def demand(block: RoutedBlock, weights: Tensor) -> Tensor:
     `weights` [T] fp32 says how much each row counts. Experts outside a row's natural top-k get
     nothing from it (formula 3).
     """
-    wanted = routed_mask(block.natural_ids, block.rows.is_real, block.num_experts)
     # A sum, not index_add_ and no product of matrices: the same order and precision everywhere.
-    return (block.gates * wanted * weights[:, None]).sum(dim=0)
+    return (block.gates * block.is_wanted * weights[:, None]).sum(dim=0)
 
 
 def anchors(block: RoutedBlock, is_anchor_row: Tensor | None = None) -> Tensor:
@@ -108,24 +113,20 @@ def anchors(block: RoutedBlock, is_anchor_row: Tensor | None = None) -> Tensor:
 
     `is_anchor_row` [T] bool names further rows whose own experts are anchored; the root always is.
     """
-    anchored = torch.zeros(block.num_experts, dtype=torch.bool, device=block.gates.device)
-    anchored[block.natural_ids[0]] = True
-    if is_anchor_row is not None:
-        is_anchor_row = is_anchor_row & block.rows.is_real
-        rows = routed_mask(block.natural_ids, is_anchor_row, block.num_experts)
-        anchored = anchored | rows.any(dim=0)
-    return anchored
+    anchored = block.is_wanted[0]
+    if is_anchor_row is None:
+        return anchored
+    return anchored | (block.is_wanted & is_anchor_row[:, None]).any(dim=0)
 
 
 def effective_rank(mass: Tensor) -> Tensor:
-    """Scalar fp32: exp of the entropy of `mass` [E] >= 0 normalised to 1; 0 where all is 0.
+    """Scalar fp32: exp of the entropy of `mass` [E] >= 0 normalised to 1; 1 where all is 0.
 
     n experts with equal mass have effective rank n (formula 5).
     """
-    total = mass.sum()
-    share = mass / total.clamp_min(torch.finfo(mass.dtype).tiny)
-    entropy = -torch.xlogy(share, share).sum()
-    return torch.where(total > 0, entropy.exp(), torch.zeros_like(entropy))
+    share = mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
+    entropy: Tensor = torch.special.entr(share).sum()
+    return entropy.exp()
 
 
 def select_eligible(expert_demand: Tensor, anchored: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def select_eligible(expert_demand: Tensor, anchored: Tensor) -> Tensor:
     ordered = torch.sort(rest, descending=True, stable=True)
     place = torch.arange(rest.shape[0], device=rest.device)
     enters = (place < size) & (ordered.values > 0)
-    return torch.scatter(anchored, 0, ordered.indices, enters | anchored[ordered.indices])
+    return torch.zeros_like(anchored).scatter_(0, ordered.indices, enters) | anchored
 
 
 def prune_nonresident(
@@ -154,7 +155,7 @@ def prune_nonresident(
     """
     if block.resident is None:
         return eligible
-    assigned = routed_mask(block.natural_ids, block.rows.is_real, block.num_experts).sum(dim=0)
+    assigned = block.is_wanted.sum(dim=0)
     budget = torch.where(eligible, 0, assigned).sum()
     is_candidate = eligible & ~anchored & ~block.resident
     # Candidates first and by ascending demand; flipping makes the higher id first among equals.

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from acceptmoe import CommitmentTable, __version__
 from acceptmoe.cli import app
 from acceptmoe.targets import load_target
-from random_target import TARGET, save_table
+from random_target import ASSISTANT, TARGET, save_table
 
 SMALL_TREE = ["--num-nodes", "8", "--max-depth", "3"]
 SOURCES = Path(__file__).parents[2] / "src"
@@ -261,7 +261,7 @@ def test_failures_exit_1_with_one_message(
     target = ("--target", checkpoints / TARGET)
     out = ("--out", tmp_path / "made.json")
     for arguments, expected in (
-        (("generate", "a"), "no table for target 'tiny-qwen3-moe' and drafter 'assistant'"),
+        (("generate", "a"), "no table for target 'random-moe' and drafter 'assistant'"),
         (("generate", "--table", broken, "a"), "it is truncated"),
         (("generate", "--table", "nowhere", "a"), "no table 'nowhere'; it is neither a file"),
         (("generate", "--table", ngram_table, *SMALL_TREE, "a"), "ngram"),
@@ -272,9 +272,9 @@ def test_failures_exit_1_with_one_message(
         (("generate", "--drafter", empty, "--policy", "natural", "a"), "no config.json"),
         (("generate", "--drafter", "fast", "--policy", "natural", "a"), "drafter is 'fast'"),
         (("generate", "--target", empty, "a"), "cannot be loaded"),
-        (("generate", "--target", checkpoints / "tiny-assistant", "a"), "no table for target"),
+        (("generate", "--target", checkpoints / ASSISTANT, "a"), "no table for target"),
         (
-            ("generate", "--target", checkpoints / "tiny-assistant", "--policy", "natural", "a"),
+            ("generate", "--target", checkpoints / ASSISTANT, "--policy", "natural", "a"),
             "Qwen3ForCausalLM is a dense model",
         ),
         (("calibrate", *target, *out, "--prompts", lonely), "has 1 different prompts, one a line"),

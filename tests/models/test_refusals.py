@@ -45,10 +45,13 @@ REFUSED = {
 }
 
 
+NEEDED = {"lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}}
+
+
 def make_empty(model_type: str, auto: type = AutoModelForCausalLM, **settings) -> PreTrainedModel:
     """A model of the default configuration without weights; only its kind is looked at."""
     try:
-        config = AutoConfig.for_model(model_type, **settings)
+        config = AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}), **settings)
     except ValueError:
         pytest.skip(f"this Transformers version has no {model_type}")
     text = config.get_text_config(decoder=True)
@@ -146,7 +149,7 @@ def test_mxfp4_experts_are_refused() -> None:
     experts = model.model.layers[1].mlp.experts
     experts.__class__ = type("Mxfp4GptOssExperts", (type(experts),), {})
     before = ModelState.of(model)
-    text = r"layers.1.mlp holds MXFP4 experts, .* Mxfp4Config\(dequantize=True\)"
+    text = r"layers.1.mlp holds MXFP4 experts, .*=Mxfp4Config\(dequantize=True\)"
     with pytest.raises(UnsupportedModelError, match=text):
         acceptmoe.wrap(model, policy="natural")
     before.check_same(model)
@@ -162,7 +165,8 @@ def test_expert_parallelism_is_refused() -> None:
 
 def test_an_unknown_layer_type_is_refused() -> None:
     model = make_model("gpt_oss")
-    model.config.layer_types[0] = "chunked_attention"
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    model.config.attention_chunk_size = 4
     with pytest.raises(UnsupportedModelError, match=r"layer_types has \['chunked_attention'\]"):
         MoEAdapter(model)
 

@@ -65,6 +65,11 @@ def make_rows() -> BlockRows:
     return BlockRows(depths, commitment, commitment, torch.ones(NUM_ROWS, dtype=torch.bool))
 
 
+def reroute(scoring: Scoring, router, output, selection: Selection):
+    block = read_block(scoring, router, output, make_rows())
+    return route_block(scoring, router, output, block, selection)
+
+
 def random_eligible(scoring: Scoring, router, output, generator: torch.Generator) -> Tensor:
     """A random set of any size that holds the root's experts, completed as in a real pass."""
     size = int(torch.randint(router.num_experts + 1, (), generator=generator))
@@ -139,7 +144,7 @@ def test_rows_are_routed_inside_the_eligible_set_by_the_routers_own_rule(routing
     for _ in range(60):
         eligible = random_eligible(scoring, router, output, generator)
         inside = set(eligible.nonzero().flatten().tolist())
-        _, weights, ids = route_block(scoring, router, output, Selection(eligible))
+        _, weights, ids = reroute(scoring, router, output, Selection(eligible))
         assert eligible[ids].all()
         for row in range(NUM_ROWS):
             assert len(set(ids[row].tolist())) == router.top_k
@@ -157,7 +162,7 @@ def test_rows_whose_experts_are_eligible_keep_the_routers_own_bits(routing) -> N
     num_kept = 0
     for _ in range(60):
         eligible = random_eligible(scoring, router, output, generator)
-        _, weights, ids = route_block(scoring, router, output, Selection(eligible))
+        _, weights, ids = reroute(scoring, router, output, Selection(eligible))
         is_kept = eligible[output[2]].all(dim=-1)
         assert is_kept[0]  # the root
         assert torch.equal(weights[is_kept], output[1][is_kept])
@@ -203,7 +208,7 @@ def test_a_choice_bias_moves_the_choice_and_never_the_weights(routing) -> None:
     for _ in range(20):
         bias = torch.randn(NUM_ROWS, router.num_experts, generator=generator)
         selection = Selection(everything, choice_bias=bias)
-        _, weights, ids = route_block(scoring, router, output, selection)
+        _, weights, ids = reroute(scoring, router, output, selection)
         for row in range(NUM_ROWS):
             logits = output[0][row].tolist()
             kept = oracle_route(

@@ -25,10 +25,14 @@ NUM_PROMPT = 20  # beyond every sliding window
 SHAPE = TreeShape((-1, 0, 0, 0, 1, 1, 2, 3, 4, 6, 6, 9, 11))
 
 CASES = [
-    (name, attention, cache)
+    (name, attention, cache, {})
     for name in CONFIGS
     for attention in (("eager",) if name in EAGER_ONLY else ("sdpa", "eager"))
     for cache in ("dynamic", "static")
+] + [
+    # A window that ends inside the tree: a node's own ancestors leave it, by position, not by slot.
+    (name, "eager", "dynamic", {"sliding_window": 3})
+    for name in ("mixtral_sliding", "gpt_oss", "dots1_sliding")
 ]
 
 
@@ -50,12 +54,14 @@ def prefill(model: PreTrainedModel, prompt: Tensor, cache: Cache, mask: Tensor |
     model(prompt, attention_mask=mask, position_ids=positions, use_cache=True, **{keyword: cache})
 
 
-@pytest.mark.parametrize(("name", "attention", "cache_kind"), CASES)
+@pytest.mark.parametrize(("name", "attention", "cache_kind", "changes"), CASES)
 @torch.no_grad()
-def test_every_path_has_its_sequential_logits(name: str, attention: str, cache_kind: str) -> None:
+def test_every_path_has_its_sequential_logits(
+    name: str, attention: str, cache_kind: str, changes: dict[str, int]
+) -> None:
     if not is_available(name):
         pytest.skip(f"this Transformers version has no {name}")
-    model = make_model(name, attention=attention)
+    model = make_model(name, attention=attention, **changes)
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(VOCAB_SIZE, (1, NUM_PROMPT), generator=generator)
     tree = random_tree(generator)

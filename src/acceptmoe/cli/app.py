@@ -21,7 +21,7 @@ app = typer.Typer(
 # An epilog is one paragraph; a command's example stays whole there on every width.
 for command, example in (
     (demo, "acceptmoe demo --prompts 20"),
-    (generate, 'acceptmoe generate --target tiny-qwen3-moe "Solve 3*x + 4 = 19."'),
+    (generate, 'acceptmoe generate --target tiny-qwen3-moe "Exercise: a+v=9 and a-v=5. Find a."'),
     (
         calibrate,
         "acceptmoe calibrate --target tiny-qwen3-moe --drafter ngram --out ngram.json",

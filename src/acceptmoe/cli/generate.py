@@ -14,7 +14,7 @@ from acceptmoe.api import wrap
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import encode, end_token_ids
 from acceptmoe.cli.console import print_json, print_remark, reports_errors
-from acceptmoe.cli.loading import default_target, open_drafter, open_table, open_target
+from acceptmoe.cli.loading import bundled_targets, open_drafter, open_table, open_target
 from acceptmoe.cli.options import (
     AsJson,
     Device,
@@ -68,7 +68,7 @@ def generate(
     """Continue a prompt greedily, by draft trees on few experts, and print it as it comes."""
     rule = parse_policy(policy)
     text = read_prompt(prompt)
-    opened = open_target(target or default_target(), dtype, device)
+    opened = open_target(target or bundled_targets()[0], dtype, device)
     input_ids = prompt_ids(opened.tokenizer, text, chat, opened.model.device)
     chosen = open_drafter(drafter, opened)
     commitment = open_table(table, opened, chosen, rule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ from acceptmoe.drafting import AssistantDrafter, Drafter, load_drafter
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
 from acceptmoe.policies import RoutingPolicy
 from acceptmoe.table import CommitmentTable, shipped_tables
-from acceptmoe.targets import assistant_folder, load_target, target_names
+from acceptmoe.targets import assistant_folder, eagle3_folder, load_target, target_names
+from acceptmoe.targets.widen import widen
 
-BUNDLED_DRAFTER = "assistant"
+DEFAULT_DRAFTER = "assistant"
+# What a bundled target brings along, by the name of the drafter that uses it.
+BUNDLED_DRAFTERS = {"assistant": assistant_folder, "eagle3": eagle3_folder}
 
 
 class LoadingError(AcceptMoEError):
@@ -40,15 +43,15 @@ class Target:
     is_bundled: bool
 
 
-def default_target() -> str:
-    """The first bundled target."""
+def bundled_targets() -> tuple[str, ...]:
+    """The names of all bundled targets, at least one."""
     names = target_names()
     if not names:
         raise LoadingError(
             "no bundled target is installed, its weights are missing; reinstall acceptmoe, or give "
             "--target and --table of a model of your own"
         )
-    return names[0]
+    return names
 
 
 def open_target(name: str, dtype: Dtype, device: Device) -> Target:
@@ -88,19 +91,31 @@ def choose_device(device: Device) -> torch.device:
 def open_drafter(spec: str | None, target: Target) -> Drafter:
     """The drafter that `spec` names, or the target's usual one for None."""
     if spec is None:
-        spec = BUNDLED_DRAFTER if target.is_bundled else "ngram"
-    if spec == BUNDLED_DRAFTER and target.is_bundled:
-        drafter = load_drafter(assistant_folder(target.name))
-    elif spec == BUNDLED_DRAFTER and not Path(spec).is_dir():
+        spec = DEFAULT_DRAFTER if target.is_bundled else "ngram"
+    if spec in BUNDLED_DRAFTERS and target.is_bundled:
+        drafter = load_drafter(BUNDLED_DRAFTERS[spec](target.name))
+    elif spec in BUNDLED_DRAFTERS and not Path(spec).is_dir():
         raise typer.BadParameter(
-            f"'assistant' is the drafter of a bundled target and {target.name!r} is none; give the "
-            "folder of a model with the same tokenizer, or 'ngram'",
+            f"{spec!r} is the drafter of a bundled target and {target.name!r} is none; give the "
+            "folder of a model with the same tokenizer or of a head, or 'ngram'",
             param_hint="--drafter",
         )
     else:
         drafter = load_drafter(spec)
     if isinstance(drafter, AssistantDrafter):
         drafter.model.to(target.model.device)
+    return drafter
+
+
+def widened_target(target: Target, factor: int) -> Target:
+    """The same target with every hidden and inner feature repeated `factor` times."""
+    return replace(target, model=widen(target.model, factor, factor))
+
+
+def widened_drafter(drafter: Drafter, factor: int) -> Drafter:
+    """The same drafter with larger matrices, so that drafting costs what it would; else itself."""
+    if isinstance(drafter, AssistantDrafter):
+        return load_drafter(widen(drafter.model, factor, factor))
     return drafter
 
 

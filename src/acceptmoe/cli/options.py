@@ -15,8 +15,8 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help="'ngram' (prompt lookup, no weights), 'assistant' (a bundled target's own drafter) or "
-        "the folder of a checkpoint. Default: assistant for a bundled target, else ngram.",
+        help="'ngram' (prompt lookup, no weights), 'assistant' or 'eagle3' (those of a bundled "
+        "target), or a checkpoint's folder. Default: assistant for a bundled target, else ngram.",
         show_default=False,
     ),
 ]

@@ -98,7 +98,7 @@ class RouterHook:
         scoring = self._patch.adapter.family.scoring
         block = read_block(scoring, router, output, active.rows)
         selection = select_inside_groups(scoring, router, block, self._patch.policy)
-        routed = route_block(scoring, router, output, selection)
+        routed = route_block(scoring, router, output, block, selection)
         active.layers.append(
             RoutedLayer(num_experts, natural_ids, routed[2], block.gates, selection.eligible)
         )
@@ -131,7 +131,11 @@ def select_inside_groups(
 
 
 def route_block(
-    scoring: Scoring, router: nn.Module, output: RouterOutput, selection: Selection
+    scoring: Scoring,
+    router: nn.Module,
+    output: RouterOutput,
+    block: RoutedBlock,
+    selection: Selection,
 ) -> RouterOutput:
     """The router's output with every row routed inside the eligible set.
 
@@ -144,12 +148,13 @@ def route_block(
         selection.eligible[None, :],
         selection.choice_bias,
         selection.combine,
+        block.gates,
     )
     if selection.choice_bias is None:
-        natural_weights, natural_ids = output[1], output[2]
-        is_inside = selection.eligible[natural_ids].all(dim=-1, keepdim=True)
-        weights = torch.where(is_inside, natural_weights, weights)
-        ids = torch.where(is_inside, natural_ids, ids)
+        is_moved = (block.is_wanted & ~selection.eligible).any(dim=-1, keepdim=True)
+        is_moved = is_moved | ~block.rows.is_real[:, None]  # padding must touch no expert either
+        weights = torch.where(is_moved, weights, output[1])
+        ids = torch.where(is_moved, ids, output[2])
     return (output[0], weights, ids, *output[3:])
 
 

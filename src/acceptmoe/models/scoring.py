@@ -41,8 +41,12 @@ class Scoring(ABC):
         is_eligible: Tensor,
         choice_bias: Tensor | None = None,
         combine: Combine = "router",
+        gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Weights [T, K] and ids [T, K] of the best K experts among `is_eligible` (T or 1, E)."""
+        """Weights [T, K] and ids [T, K] of the best K experts among `is_eligible` (T or 1, E).
+
+        `gates`, where the caller has them already, spare computing them again.
+        """
 
     def complete(
         self, router: nn.Module, block: RoutedBlock, eligible: Tensor, expert_demand: Tensor
@@ -84,9 +88,10 @@ class SoftmaxTopK(Scoring):
         is_eligible: Tensor,
         choice_bias: Tensor | None = None,
         combine: Combine = "router",
+        gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         logits, natural_weights, natural_ids = output[:3]
-        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        scores = self.gates(router, logits) if gates is None else gates
         if choice_bias is None:
             # Scores are positive, so -1 ranks below every eligible one, also an underflowed 0.
             weights, ids = scores.masked_fill(~is_eligible, -1.0).topk(router.top_k, dim=-1)
@@ -119,6 +124,7 @@ class TopKSoftmax(Scoring):
         is_eligible: Tensor,
         choice_bias: Tensor | None = None,
         combine: Combine = "router",
+        gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         logits, natural_weights, natural_ids = output[:3]
         ranked = _rank_offset(logits, choice_bias).masked_fill(~is_eligible, -torch.inf)
@@ -154,6 +160,7 @@ class SigmoidBiasGroup(Scoring):
         is_eligible: Tensor,
         choice_bias: Tensor | None = None,
         combine: Combine = "router",
+        gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         logits, natural_weights, natural_ids = output[:3]
         scores = logits.sigmoid()

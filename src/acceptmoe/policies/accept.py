@@ -16,12 +16,15 @@ class AcceptPolicy(RoutingPolicy):
     path, and the table maps it to the frequency with which such nodes were committed on held-out
     text. Demand then concentrates on few rows, the effective rank falls, and the experts of the
     rows that the output will keep stay eligible.
+
+    With exponent 1, the default, a row counts by its probability itself, so that demand is the gate
+    mass expected to matter. Smaller exponents keep more experts for unlikely rows.
     """
 
     name = "accept"
     reads_paths = True
 
-    def __init__(self, exponent: float = 0.5) -> None:
+    def __init__(self, exponent: float = 1.0) -> None:
         self.exponent = check_exponent("exponent", exponent)
 
     def select(self, block: RoutedBlock) -> Selection:

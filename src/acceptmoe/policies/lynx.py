@@ -10,7 +10,7 @@ import torch
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.policy import RoutingPolicy
 from acceptmoe.policies.ranking import places_descending
-from acceptmoe.selection import RoutedBlock, Selection, routed_mask
+from acceptmoe.selection import RoutedBlock, Selection
 
 
 class LynxPolicy(RoutingPolicy):
@@ -30,7 +30,7 @@ class LynxPolicy(RoutingPolicy):
         self.drop = float(drop)
 
     def select(self, block: RoutedBlock) -> Selection:
-        uses = routed_mask(block.natural_ids, block.rows.is_real, block.num_experts).sum(dim=0)
+        uses = block.is_wanted.sum(dim=0)
         union_size = (uses > 0).sum()
         num_kept = union_size - torch.floor(union_size * self.drop)
         num_kept = num_kept.clamp_min(block.natural_ids.shape[1])

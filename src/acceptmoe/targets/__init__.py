@@ -15,7 +15,14 @@ from acceptmoe.errors import TargetError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["assistant_folder", "load_assistant", "load_target", "target_folder", "target_names"]
+__all__ = [
+    "assistant_folder",
+    "eagle3_folder",
+    "load_assistant",
+    "load_target",
+    "target_folder",
+    "target_names",
+]
 
 _WEIGHTS = Path(__file__).parent / "weights"
 
@@ -46,6 +53,14 @@ def assistant_folder(name: str) -> Path:
     """Return the checkpoint folder of the dense drafter that goes with a target."""
     target_folder(name)
     return _WEIGHTS / _ASSISTANT_OF[name]
+
+
+def eagle3_folder(name: str) -> Path:
+    """Return the folder of a target's EAGLE-3 head; `acceptmoe.wrap` takes it as `drafter`."""
+    folder = target_folder(name).with_name(f"{name}-eagle3")
+    if not folder.is_dir():
+        raise TargetError(f"no EAGLE-3 head is bundled for {name!r}; its assistant is")
+    return folder
 
 
 def load_target(
