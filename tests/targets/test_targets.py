@@ -69,7 +69,7 @@ def test_every_digit_is_a_token_of_its_own() -> None:
 @pytest.mark.parametrize("name", target_names())
 def test_a_target_solves_most_algebra(name: str) -> None:
     model, tokenizer = load_target(name)
-    asked = problems("algebra", "test", 12)
+    asked = problems("algebra", "test", 6)
     texts, ended = [], []
     for problem in asked:
         ids = tokenizer(problem.prompt, return_tensors="pt")["input_ids"]
@@ -77,7 +77,7 @@ def test_a_target_solves_most_algebra(name: str) -> None:
         ended.append(bool(out[-1] == tokenizer.eos_token_id))
         texts.append(tokenizer.decode(out, skip_special_tokens=True))
     # The exact accuracy over 200 prompts is in bench/results/targets.json; this guards the files.
-    assert sum(check_all(asked, texts, ended)) >= 8
+    assert sum(check_all(asked, texts, ended)) > 3
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
