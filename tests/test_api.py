@@ -17,6 +17,7 @@ import acceptmoe
 from acceptmoe.api import AcceptMoEMixin
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import FAMILIES
+from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import find_cache_keyword
 from drafters import OracleDrafter, ScriptedDrafter
 from model_state import ModelState
@@ -113,6 +114,16 @@ def test_a_drafter_that_reads_features_leaves_no_hook_behind() -> None:
     assert all(features.shape[1] == 2 * hidden_size for features in seen)
     acceptmoe.unwrap(model)
     before.check_same(model)
+
+
+def test_a_boundary_named_twice_is_recorded_once() -> None:
+    model = make_model("qwen3_moe")
+    tap = FeatureTap(model, (1, 1))
+    with tap.recording():
+        model(make_prompt(7))
+    assert tap.features is not None
+    assert tap.features.shape == (7, 2 * model.config.hidden_size)
+    tap.detach()
 
 
 def test_only_the_given_instance_changes() -> None:

@@ -105,6 +105,11 @@ class TestModel:
         with pytest.raises(WrapStateError, match=f"this {type(value).__name__} is not wrapped"):
             acceptmoe.unwrap(value)
 
+    def test_whose_attention_is_changed_after_wrap(self, wrapped: PreTrainedModel) -> None:
+        wrapped.set_attn_implementation("flex_attention")
+        with pytest.raises(UnsupportedModelError, match="attn_implementation is 'flex_attention'"):
+            wrapped.generate(PROMPT, streamer=NeverCalled())
+
 
 class TestArguments:
     @pytest.mark.parametrize("name", ["num_nodes", "max_depth"])

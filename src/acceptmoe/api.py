@@ -176,6 +176,7 @@ class AcceptMoEMixin:
         **kwargs: Any,
     ) -> Any:
         """Transformers' `generate`; keywords that do not go with draft trees are refused."""
+        self.acceptmoe.adapter.check_attention(cast(PreTrainedModel, self))  # it can be changed
         check_call(
             cast(PreTrainedModel, self), inputs, {**kwargs, "generation_config": generation_config}
         )

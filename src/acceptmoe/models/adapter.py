@@ -64,7 +64,7 @@ class MoEAdapter:
                 f"{self.family.architecture} is supported, load the model with "
                 "AutoModelForCausalLM"
             )
-        self._check_attention(model)
+        self.check_attention(model)
         self.layers = find_sparse_layers(model, self.family)
         for layer in self.layers:
             _check_experts(layer)
@@ -74,7 +74,8 @@ class MoEAdapter:
         self.cache_keyword = find_cache_keyword(model) or "past_key_values"
         self._mask_windows = _mask_windows(model, self.family)
 
-    def _check_attention(self, model: PreTrainedModel) -> None:
+    def check_attention(self, model: PreTrainedModel) -> None:
+        """Raise `UnsupportedModelError` for an implementation that takes no tree mask."""
         implementation = model.config._attn_implementation
         if implementation not in self.family.attention:
             raise UnsupportedModelError(

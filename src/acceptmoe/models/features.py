@@ -34,7 +34,7 @@ class FeatureTap:
                     f"the drafter reads the target at layer boundaries {boundaries}; this target "
                     f"has boundaries 0 to {len(modules) - 1}"
                 )
-            for boundary in boundaries:
+            for boundary in dict.fromkeys(boundaries):  # one named twice is recorded once
                 self._handles.append(
                     modules[boundary].register_forward_pre_hook(
                         _Recorder(self, boundary), with_kwargs=True
