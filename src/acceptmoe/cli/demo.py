@@ -53,15 +53,13 @@ EXPLANATION = (
     "want, eligible and used: those that they may and do get, per layer and pass. same text: "
     "outputs equal to autoregressive. top-1, KL (nats per token): against the unwrapped model on "
     "the same text; natural is lossless, the two below it are not. correct: answers that pass the "
-    "task's checker. Widened: every feature repeated, the same tokens then cost what they do in a "
-    "larger model; at their own size the bundled targets fit into a CPU cache. Other models "
-    "and machines differ."
+    "task's checker. The bundled targets fit into a processor's cache; --widen 4 gives the same "
+    "tokens the cost that they have in a larger model. Other models and machines differ."
 )
 NO_GAIN = (
     "No mode was faster than plain decoding here: on this processor, with what else it runs, the "
     "work of checking a tree costs more than reading the experts. See Limits in the README."
 )
-DEFAULT_WIDENING = 4
 
 
 @reports_errors
@@ -81,15 +79,14 @@ def demo(
     drafter: Drafter = None,
     table: Table = None,
     widen: Annotated[
-        int | None,
+        int,
         typer.Option(
             min=1,
             max=16,
             help="Repeat the features of target and drafter this many times: the same tokens, with "
-            f"larger matrices. Default: {DEFAULT_WIDENING} for a bundled target, else 1.",
-            show_default=False,
+            "larger matrices, so that they cost what they do in a larger model.",
         ),
-    ] = None,
+    ] = 1,
     num_nodes: NumNodes = 32,
     max_depth: MaxDepth = 5,
     max_new_tokens: MaxNewTokens = 128,
@@ -100,14 +97,11 @@ def demo(
 ) -> None:
     """Decode test prompts plainly, by natural trees, by the paper's rule and by ours; compare."""
     rows: list[dict[str, Any]] = []
-    widenings: dict[str, int] = {}
     for name in target or bundled_targets():
         opened = open_target(name, dtype, device)
         chosen = open_drafter(drafter, opened)
-        factor = widen or (DEFAULT_WIDENING if opened.is_bundled else 1)
-        widenings[opened.name] = factor
-        if factor > 1:
-            opened, chosen = widened_target(opened, factor), widened_drafter(chosen, factor)
+        if widen > 1:
+            opened, chosen = widened_target(opened, widen), widened_drafter(chosen, widen)
         commitment = open_table(table, opened, chosen, load_policy(None))
         assert commitment is not None  # the default policy reads one
         with progress_bar(f"decoding with {opened.name}") as progress:
@@ -125,14 +119,14 @@ def demo(
             )
         rows += measured
         if not as_json:
-            output.print(comparison(measured, factor))
+            output.print(comparison(measured, widen))
             if max(row["tokens_per_s"] for row in measured[1:]) < measured[0]["tokens_per_s"]:
                 print_line(NO_GAIN, "yellow")
     facts = {
         **provenance(seed=seed),
         "max_depth": max_depth,
         "max_new_tokens": max_new_tokens,
-        "widening": widenings,
+        "widening": widen,
     }
     if as_json:
         print_json({"rows": rows, "provenance": facts})
