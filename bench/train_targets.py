@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mix", default="1.2,1,1,1", help="weights in the order of TASKS")
-    parser.add_argument("--init-from", type=Path, help="a trained Qwen3-MoE to start from")
+    parser.add_argument("--init-from", type=Path, help="a trained target to start from")
     parser.add_argument("--probe-minutes", type=float, default=8.0)
     # The products are small: two processes of one thread beat one process of two threads.
     parser.add_argument("--workers", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Start a target of one family from a trained Qwen3-MoE of the same widths.
+"""Start a target from a trained one: of its own family, or a Qwen3-MoE of the same widths.
 
 Embedding, norms and attention carry over once Qwen3's norm of every query and key head is folded
 into the projections (by the mean size of each head over training rows). Experts and routers carry
@@ -21,6 +21,9 @@ _NEGLIGIBLE_SINK = -4.0  # a logit that takes almost nothing from the attention 
 def start_from(source_folder: Path, model: PreTrainedModel, batch: Batch) -> None:
     """Copy what `model` can use of the source; `batch` gives the typical sizes."""
     source = AutoModelForCausalLM.from_pretrained(source_folder, dtype=torch.float32).eval()
+    if source.config.model_type == model.config.model_type:
+        model.load_state_dict(source.state_dict())
+        return
     sizes: dict[str, Tensor] = {}
     gate_sums: list[float] = []
     together: list[Tensor] = []
