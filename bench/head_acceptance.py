@@ -8,12 +8,12 @@ needed. The result equals that of speculation with natural routing.
 from collections.abc import Iterable
 
 import torch
-from head_data import Sample, padded
-from head_loss import view_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from acceptmoe.drafting.drafter import Drafter
+from head_data import Sample, padded
+from head_loss import view_target
 
 
 def accepted_lengths(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from eval_targets import greedy_completions
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from acceptmoe.targets.tasks import TASKS, problems
+from eval_targets import greedy_completions
 
 OWN_BATCH = 128  # problems whose continuations are generated together
 

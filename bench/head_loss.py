@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_data import HeadBatch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from acceptmoe.drafting.eagle3_head import Eagle3Head, rotary_table
 from acceptmoe.models.features import decoder_modules
+from head_data import HeadBatch
 
 STEP_DECAY = 0.8  # weight of step j is 0.8^j, as in EAGLE-3
 

@@ -17,18 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import grouped_experts
 import torch
-from head_acceptance import accepted_lengths
-from head_data import (
-    HeadBatch,
-    Sample,
-    batches_of_epoch,
-    frequent_tokens,
-    own_samples,
-    reference_samples,
-)
-from head_loss import step_losses, view_target
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -40,11 +29,22 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import grouped_experts
 from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.drafting.eagle3_checkpoint import load_head, save_head
 from acceptmoe.drafting.eagle3_head import Eagle3Config, Eagle3Head
 from acceptmoe.drafting.eagle3_layouts import default_boundaries
 from acceptmoe.targets import target_folder, target_names
+from head_acceptance import accepted_lengths
+from head_data import (
+    HeadBatch,
+    Sample,
+    batches_of_epoch,
+    frequent_tokens,
+    own_samples,
+    reference_samples,
+)
+from head_loss import step_losses, view_target
 
 NUM_STEPS = 5  # of training-time test: the depth of the trees
 SAVE_EVERY = 50

@@ -17,20 +17,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import grouped_experts
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import grouped_experts
+from acceptmoe.targets.tasks import TASKS
 from eval_targets import quick_accuracy
 from muon import Muon
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from target_configs import NAMES, config_of
-from torch import Tensor
 from training_data import Batch, Mix, batches_from
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from warm_start import start_from
-
-from acceptmoe.targets.tasks import TASKS
 
 
 class RouterWatch:

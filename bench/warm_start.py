@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from training_data import Batch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from training_data import Batch
 
 _NEGLIGIBLE_SINK = -4.0  # a logit that takes almost nothing from the attention of the source
 

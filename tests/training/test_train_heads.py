@@ -8,16 +8,16 @@ import pytest
 import torch
 from eagle3_fixtures import random_head, small_target
 from eagle3_oracle import OracleDrafter
-from head_acceptance import accepted_lengths
-from head_data import HeadBatch, Sample, batches_of_epoch, frequent_tokens, padded
-from head_loss import TargetView, step_losses, take_rows, unrolled, view_target
 from torch import Tensor
-from train_heads import Training, continued_head, head_config, new_head, parse, train
 from transformers import PreTrainedModel
 
 from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.drafting.eagle3_checkpoint import save_head
 from acceptmoe.tree import DraftTree, TreeShape
+from head_acceptance import accepted_lengths
+from head_data import HeadBatch, Sample, batches_of_epoch, frequent_tokens, padded
+from head_loss import TargetView, step_losses, take_rows, unrolled, view_target
+from train_heads import Training, continued_head, head_config, new_head, parse, train
 
 TARGET = small_target().requires_grad_(False)
 EMBEDDING = TARGET.get_input_embeddings().weight
