@@ -203,10 +203,10 @@ def test_demo_json_has_one_row_a_mode(bundled: str, table_file: Path) -> None:
 
 def test_widened_demo_emits_the_same_tokens(bundled: str, table_file: Path) -> None:
     found = run_json(*demo_arguments(table_file), "--widen", 2)
-    assert found["provenance"]["widening"] == 2
+    assert found["provenance"]["widening"] == {bundled: 2}
     plain, natural, *_ = found["rows"]
     assert natural["same_as_autoregressive"] == 1.0
-    at_own_size = run_json(*demo_arguments(table_file))["rows"]
+    at_own_size = run_json(*demo_arguments(table_file), "--widen", 1)["rows"]
     assert natural["natural_union"] == at_own_size[1]["natural_union"]
     assert plain["accuracy"] == at_own_size[0]["accuracy"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
@@ -33,7 +34,9 @@ from acceptmoe.cli.options import (
     Seed,
     Table,
 )
+from acceptmoe.drafting import Eagle3Drafter
 from acceptmoe.policies import load_policy
+from acceptmoe.targets import target_names
 
 # Heading, key of the row, format of the value. Narrow: the table must fit 80 columns.
 COLUMNS = (
@@ -53,9 +56,12 @@ EXPLANATION = (
     "want, eligible and used: those that they may and do get, per layer and pass. same text: "
     "outputs equal to autoregressive. top-1, KL (nats per token): against the unwrapped model on "
     "the same text; natural is lossless, the two below it are not. correct: answers that pass the "
-    "task's checker. The bundled targets fit into a processor's cache; --widen 4 gives the same "
-    "tokens the cost that they have in a larger model. Other models and machines differ."
+    "task's checker. Widened: every feature repeated, so that the same tokens cost more, as in a "
+    "larger model; at their own size the bundled targets fit into a processor's cache and there is "
+    "nothing to save. Other models and machines differ."
 )
+# At their own size the experts that are left out cost next to nothing, so selecting is pure cost.
+BUNDLED_WIDENING = 2
 NO_GAIN = (
     "No mode was faster than plain decoding here: on this processor, with what else it runs, the "
     "work of checking a tree costs more than reading the experts. See Limits in the README."
@@ -79,14 +85,25 @@ def demo(
     drafter: Drafter = None,
     table: Table = None,
     widen: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             max=16,
             help="Repeat the features of target and drafter this many times: the same tokens, with "
-            "larger matrices, so that they cost what they do in a larger model.",
+            f"larger matrices. Default: {BUNDLED_WIDENING} for a bundled target, else 1.",
+            show_default=False,
         ),
-    ] = 1,
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Threads of the processor. Default: 1 for bundled targets, whose matrices are too "
+            "small to share, else torch's.",
+            show_default=False,
+        ),
+    ] = None,
     num_nodes: NumNodes = 32,
     max_depth: MaxDepth = 5,
     max_new_tokens: MaxNewTokens = 128,
@@ -97,11 +114,18 @@ def demo(
 ) -> None:
     """Decode test prompts plainly, by natural trees, by the paper's rule and by ours; compare."""
     rows: list[dict[str, Any]] = []
-    for name in target or bundled_targets():
+    widenings: dict[str, int] = {}
+    names = target or bundled_targets()
+    if threads is not None or set(names) <= set(target_names()):
+        torch.set_num_threads(threads or 1)
+    for name in names:
         opened = open_target(name, dtype, device)
         chosen = open_drafter(drafter, opened)
-        if widen > 1:
-            opened, chosen = widened_target(opened, widen), widened_drafter(chosen, widen)
+        is_widened = opened.is_bundled and not isinstance(chosen, Eagle3Drafter)
+        factor = widen or (BUNDLED_WIDENING if is_widened else 1)
+        if factor > 1:
+            opened, chosen = widened_target(opened, factor), widened_drafter(chosen, factor)
+        widenings[name] = factor
         commitment = open_table(table, opened, chosen, load_policy(None))
         assert commitment is not None  # the default policy reads one
         with progress_bar(f"decoding with {opened.name}") as progress:
@@ -119,14 +143,14 @@ def demo(
             )
         rows += measured
         if not as_json:
-            output.print(comparison(measured, widen))
+            output.print(comparison(measured, factor))
             if max(row["tokens_per_s"] for row in measured[1:]) < measured[0]["tokens_per_s"]:
                 print_line(NO_GAIN, "yellow")
     facts = {
         **provenance(seed=seed),
         "max_depth": max_depth,
         "max_new_tokens": max_new_tokens,
-        "widening": widen,
+        "widening": widenings,
     }
     if as_json:
         print_json({"rows": rows, "provenance": facts})
