@@ -72,7 +72,7 @@ NO_GAIN = (
 def demo(
     prompts: Annotated[
         int, typer.Option(min=1, max=10_000, help="Test prompts to decode, the tasks in turn.")
-    ] = 8,
+    ] = 4,
     target: Annotated[
         list[str] | None,
         typer.Option(
