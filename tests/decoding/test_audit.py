@@ -52,7 +52,7 @@ FAMILIES = (
 )
 NUM_NODES, MAX_DEPTH = 10, 3
 HARSH = "moe-spec:budget=2"  # K experts for the whole tree: as few as routing allows
-NUM_TOKENS = 20
+NUM_TOKENS = 24
 
 
 def make_prompt(length: int = 11, seed: int = 0) -> Tensor:
@@ -123,7 +123,7 @@ def test_text_cache_and_counts_do_not_depend_on_the_audit(family: str, policy: s
         assert all(row["kl"] in (0.0, None) for row in audit["by_depth"])
         assert all(row["rows_moved"] == 0.0 for row in audit["by_layer"])
     if policy == HARSH:
-        assert audit["kl"] > 0.0
+        assert audit["kl_all_rows"] > 0.0
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
