@@ -51,6 +51,7 @@ def wrap(
     policy: RoutingPolicy | str | None = None,
     num_nodes: int = 32,
     max_depth: int = 5,
+    guard: bool = False,
     allow_table_mismatch: bool = False,
 ) -> Model:
     """`model` itself, whose `generate` now decodes by speculative trees on few experts.
@@ -65,9 +66,12 @@ def wrap(
         drafter: "ngram" (prompt lookup, no weights), a causal language model with the target's
             vocabulary, a checkpoint folder, or any `Drafter`.
         policy: "accept" (the default: path-aware commitment), "accept-depth" (the rule of
-            arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
+            arXiv 2608.02989), "natural", "evict" or "utility" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
+        guard: Draft only while it pays, measured on the model's own steps, so that decoding is not
+            meaningfully slower than without drafts however bad the drafter is. `report()` has the
+            state, the reason and the rates. Steps without a draft route naturally.
         allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
             its table was not made for.
 
@@ -85,6 +89,8 @@ def wrap(
         )
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
+    if not isinstance(guard, bool):
+        raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
     chosen_policy = load_policy(policy)
     chosen_drafter = load_drafter(drafter)
     chosen_drafter.check_target(model)
@@ -103,6 +109,7 @@ def wrap(
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
     )
+    session.guard = guard
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model

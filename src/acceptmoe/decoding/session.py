@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +12,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from acceptmoe.decoding.statistics import DecodingStatistics
+from acceptmoe.decoding.steering import Steering, guard_report
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
 from acceptmoe.policies import RoutingPolicy
+from acceptmoe.policies.history import StepHistory
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
 
@@ -28,7 +31,8 @@ class Session:
     """One wrapped model: its policy, table and drafter, the hooks, the counts.
 
     `observers` are called after every verification block with the tree and the committed nodes.
-    One `generate` at a time is let in (`exclusive`); the drafter is its alone.
+    One `generate` at a time is let in (`exclusive`); the drafter is its alone. With `guard` drafts
+    are made only while they pay; `history`, what steps cost and yield, outlives a `generate`.
     """
 
     adapter: MoEAdapter
@@ -41,6 +45,10 @@ class Session:
     tap: FeatureTap
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
+    guard: bool = False
+    history: StepHistory = field(default_factory=StepHistory)
+    clock: Callable[[], float] = time.perf_counter  # seconds; tests bring their own
+    _steering: Steering | None = None  # of the latest `generate`
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
 
@@ -80,6 +88,13 @@ class Session:
             finally:
                 self._is_busy = False
 
+    def begin_text(self) -> Steering:
+        """The decisions of one `generate` about its drafts, which begin anew with it."""
+        self._steering = Steering(
+            self.policy, self.table, self.num_nodes, self.history, guard=self.guard
+        )
+        return self._steering
+
     def detach(self) -> None:
         """Take every hook off the model."""
         self.patch.detach()
@@ -88,6 +103,7 @@ class Session:
     def reset_statistics(self) -> None:
         """Begin counting anew."""
         self.statistics = DecodingStatistics()
+        self.history.num_guarded_steps = 0
         self.patch.reset_counters()
 
     def report(self) -> dict[str, Any]:
@@ -105,6 +121,7 @@ class Session:
             "num_sparse_layers": len(self.adapter.layers),
             **self.statistics.read(),
             **routing,
+            **guard_report(None if self._steering is None else self._steering.gate, self.history),
         }
 
     def __repr__(self) -> str:
