@@ -58,10 +58,10 @@ class AuditReport:
     between the raw logits, before any logits processor, over the committed rows: the root and the
     accepted nodes, one for each of the `num_tokens` emitted tokens. `top1` is the share of them
     where both find the same token likeliest. `kl_all_rows` and `top1_all_rows` take all rows of the
-    block, each with the weight of its commitment probability: what the policy does to the tree, not
-    to the text, and usually more, for drafts that fail are odd text. `excluded_mass` is defined as in the routing counters and averaged over
-    the audited blocks. An `_se` is a standard error that takes blocks, not tokens, for independent;
-    None stands for too few blocks.
+    block, each weighted by its commitment probability: what the policy does to the tree, not to
+    the text, and usually more, for drafts that fail are odd text. `excluded_mass` is defined as in
+    the routing counters and averaged over the audited blocks. An `_se` is a standard error that
+    takes blocks, not tokens, for independent; None stands for too few blocks.
     """
 
     num_blocks: int
