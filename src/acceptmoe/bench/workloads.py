@@ -11,6 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from acceptmoe.targets.problem import Problem
 from acceptmoe.targets.tasks import TASKS, problems
 
+TEST_SPLIT = "test"  # what is reported
+TUNING_SPLIT = "tuning"  # what choices are made with, tree sizes for instance
+CALIBRATION_SPLIT = "calibration"  # what commitment tables are made with
+
 
 def mixed_problems(
     split: str, count: int, seed: int = 0, tasks: Sequence[str] = TASKS
