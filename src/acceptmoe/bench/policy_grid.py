@@ -17,16 +17,28 @@ MOE_SPEC_SHARES = (
     Fraction(1, 2),
 )
 EXPONENTS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# One setting each, near the union that the default uses; moe-spec is the rival with a curve.
-FIXED_RIVALS = ("oea:top=2", "lynx:drop=0.5", "s2")
+RIVAL_SHARE = Fraction(1, 4)  # of the experts, for rivals with one setting
+LOSSLESS = ("evict", "utility")  # they shape the tree, not the routing
 
 
 def rival_policies(num_experts: int) -> tuple[str, ...]:
     """The policies of a curve or a rival, as `load_policy` reads them, for targets of E experts."""
-    budgets = [f"moe-spec:budget={_share(share, num_experts)}" for share in MOE_SPEC_SHARES]
-    shares = [f"xshare:size={_share(share, num_experts)}" for share in MOE_SPEC_SHARES[2:3]]
-    fixed = [spec for spec in FIXED_RIVALS if spec.partition(":")[0] in POLICIES]
-    return (*curve_policies(), *budgets, *shares, *fixed)
+    budgets = (f"moe-spec:budget={_share(share, num_experts)}" for share in MOE_SPEC_SHARES)
+    return (*curve_policies(), *budgets, *_single_rivals(num_experts))
+
+
+def speed_policies(num_experts: int) -> tuple[str, ...]:
+    """The policies whose speed is measured, one setting each, natural first."""
+    lossless = (name for name in LOSSLESS if name in POLICIES)
+    budget = f"moe-spec:budget={_share(RIVAL_SHARE, num_experts)}"
+    return (NATURAL, PAPER, DEFAULT_POLICY, *lossless, budget, *_single_rivals(num_experts))
+
+
+def _single_rivals(num_experts: int) -> tuple[str, ...]:
+    """Rivals of which one setting is measured; moe-spec is the one with a curve."""
+    size = _share(RIVAL_SHARE, num_experts)
+    rivals = (f"xshare:size={size}", "oea:top=2", "lynx:drop=0.5", f"s2:size={size}")
+    return tuple(spec for spec in rivals if spec.partition(":")[0] in POLICIES)
 
 
 def curve_policies() -> tuple[str, ...]:

@@ -7,7 +7,6 @@ the equality in the very run.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -23,11 +22,10 @@ import torch
 from acceptmoe.bench.policy_grid import NATURAL, PAPER, rival_policies
 from acceptmoe.bench.provenance import git_commit
 from acceptmoe.bench.quality_decoding import PLAIN, DecodingSettings, QualityWorker, Work
-from acceptmoe.bench.setups import check_names
+from acceptmoe.bench.setups import check_names, num_experts
 from acceptmoe.bench.work_file import Record, WorkFile
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
-from acceptmoe.targets import target_folder
 from acceptmoe.targets.tasks import TASKS
 
 PLAIN_BATCH = 50
@@ -183,10 +181,3 @@ def _begin_worker(settings: DecodingSettings) -> None:
 def _decode(work: Work) -> list[Record]:
     assert _worker is not None
     return _worker.decode(work)
-
-
-def num_experts(target: str) -> int:
-    """Experts of a sparse layer of a bundled target, from its configuration alone."""
-    config = json.loads((target_folder(target) / "config.json").read_text(encoding="utf-8"))
-    found: int = config.get("num_local_experts") or config["num_experts"]
-    return found

@@ -37,6 +37,7 @@ class DecodingSettings:
     max_new_tokens: int = 256
     seed: int = 0
     experts: str | None = None
+    audit: float = 0.0  # share of passes that also run naturally, from the same cache
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class QualityWorker:
         if spec not in self._arms:
             settings = self.settings
             chosen: dict[str, Any] = {"experts": settings.experts} if settings.experts else {}
+            if settings.audit:
+                chosen["audit"] = settings.audit
             self._arms[spec] = wrap(
                 twin_of(setup.model),
                 setup.table,
@@ -215,6 +218,9 @@ def counts_of(report: dict[str, Any]) -> Record:
     """
     num_passes = report["num_verifications"]
     sums = {name: (report[name] or 0.0) * num_passes for name in ROUTING_FIELDS}
+    audit = report.get("audit") or {"num_tokens": 0, "kl": None}
+    sums["num_audited_tokens"] = audit["num_tokens"]
+    sums["kl_step_sum"] = (audit["kl"] or 0.0) * audit["num_tokens"]
     return {
         "num_passes": num_passes,
         "num_verified_tokens": report["num_verified_tokens"],

@@ -11,8 +11,9 @@ from typing import Any
 from acceptmoe.bench.demo import Fidelity
 from acceptmoe.bench.intervals import mean_interval, stratified_mean_interval
 from acceptmoe.bench.policy_grid import NATURAL, PAPER
-from acceptmoe.bench.quality import QualitySettings, num_experts
+from acceptmoe.bench.quality import QualitySettings
 from acceptmoe.bench.quality_decoding import PLAIN, ROUTING_FIELDS, drawn_problems
+from acceptmoe.bench.setups import num_experts
 from acceptmoe.bench.work_file import Record
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 from acceptmoe.targets.problem import Problem
@@ -106,6 +107,9 @@ def make_row(judged: Judged, target: str, task: str, policy: str) -> Row:
         "difference_low_points": low,
         "difference_high_points": high,
         "kl": fidelity.kl,
+        "kl_step": pooled(
+            trees, "kl_step_sum", sum(record["num_audited_tokens"] for record in trees.values())
+        ),
         "top1": fidelity.top1,
         "accepted_length": pooled(trees, "num_verified_tokens", num_passes),
         **{name: pooled(trees, name, num_passes) for name in ROUTING_FIELDS},
@@ -125,11 +129,11 @@ def pooled_fidelity(trees: ByIndex) -> Fidelity:
     )
 
 
-def pooled(trees: ByIndex, name: str, num_passes: int) -> float | None:
-    """The average of a count over verification passes; None where there was none."""
-    if not num_passes:
+def pooled(trees: ByIndex, name: str, count: int) -> float | None:
+    """A sum over all prompts divided by `count` passes or tokens; None where there was none."""
+    if not count:
         return None
-    return float(sum(record[name] for record in trees.values()) / num_passes)
+    return float(sum(record[name] for record in trees.values()) / count)
 
 
 def summarise(judged: Judged) -> dict[str, Any]:

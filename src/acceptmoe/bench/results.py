@@ -16,7 +16,7 @@ Row = dict[str, Any]
 # What tells the rows of one file apart, by benchmark.
 KEYS = {
     "quality": ("target", "task", "policy", "params"),
-    "speed": ("target", "drafter", "policy", "params", "num_nodes", "max_depth"),
+    "speed": ("target", "drafter", "policy", "params", "num_nodes", "max_depth", "is_chain"),
 }
 
 

@@ -15,7 +15,13 @@ from transformers.utils import logging as transformers_logging
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter, NgramDrafter
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.table import CommitmentTable
-from acceptmoe.targets import eagle3_folder, load_assistant, load_target, target_names
+from acceptmoe.targets import (
+    eagle3_folder,
+    load_assistant,
+    load_target,
+    target_folder,
+    target_names,
+)
 from acceptmoe.targets.tasks import TASKS
 from acceptmoe.targets.widen import widen, widen_eagle3_head
 
@@ -31,13 +37,6 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter
     table: CommitmentTable
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of a sparse layer, under either name that configurations give them."""
-        config = self.model.config
-        found: int = getattr(config, "num_local_experts", None) or config.num_experts
-        return found
 
 
 def load_setup(
@@ -93,6 +92,13 @@ def _widened_head(folder: Path, factor: int) -> Eagle3Drafter:
         save_file(tensors, Path(place, "model.safetensors"))
         Path(place, "config.json").write_text(json.dumps(config), encoding="utf-8")
         return Eagle3Drafter.from_pretrained(place)
+
+
+def num_experts(target: str) -> int:
+    """Experts of a sparse layer of a bundled target, from its configuration alone."""
+    config = json.loads((target_folder(target) / "config.json").read_text(encoding="utf-8"))
+    found: int = config.get("num_local_experts") or config["num_experts"]
+    return found
 
 
 def check_names(

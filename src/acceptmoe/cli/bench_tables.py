@@ -26,6 +26,32 @@ QUALITY_COLUMNS: tuple[Column, ...] = (
 )
 
 
+SPEED_COLUMNS: tuple[Column, ...] = (
+    ("nodes", "num_nodes", "{}"),
+    ("tokens/s", "tokens_per_s", "{:.1f}"),
+    ("q1", "q1", "{:.1f}"),
+    ("q3", "q3", "{:.1f}"),
+    ("call", "call_tokens_per_s", "{:.1f}"),
+    ("length", "accepted_length", "{:.2f}"),
+    ("used", "experts_used", "{:.1f}"),
+    ("same", "same_as_natural", "{:.0%}"),
+)
+
+
+def show_speed(content: dict[str, Any]) -> None:
+    """A table for each target, and how the default stands."""
+    for target in dict.fromkeys(row["target"] for row in content["rows"]):
+        rows = [row for row in content["rows"] if row["target"] == target]
+        output.print(make_table(target, rows, SPEED_COLUMNS))
+    for claim in content["summary"]:
+        ratios = ", ".join(
+            f"{found['median']:.2f}x {name} ({found['low']:.2f} to {found['high']:.2f})"
+            for name, found in claim["ratios"].items()
+            if found is not None
+        )
+        print_line(f"{claim['target']}: the default at {claim['num_nodes']} nodes: {ratios}")
+
+
 def show_quality(content: dict[str, Any]) -> None:
     """A table for each pair, and the summary."""
     pairs = dict.fromkeys((row["target"], row["task"]) for row in content["rows"])
@@ -71,5 +97,9 @@ def make_table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[Col
 
 def policy_label(row: dict[str, Any]) -> str:
     """A policy with its settings, as `--policy` takes it."""
-    params = ",".join(f"{name}={value:g}" for name, value in row["params"].items())
+    params = ",".join(f"{name}={_setting(value)}" for name, value in row["params"].items())
     return f"{row['policy']}:{params}" if params else str(row["policy"])
+
+
+def _setting(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
