@@ -30,13 +30,34 @@ def stratified_mean_interval(groups: Sequence[Sequence[float]], seed: int = 0) -
     return _percentiles(np.mean(means, axis=0))
 
 
-def median_ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
+def mean_difference_interval(
+    after: Sequence[float], before: Sequence[float], *, is_paired: bool, seed: int = 0
 ) -> Interval:
-    """The 95 % bootstrap interval of the median of the paired ratios."""
-    ratios = np.asarray(numerators, float) / np.asarray(denominators, float)
-    samples = _resample(ratios, np.random.default_rng(seed))
-    return _percentiles(np.median(samples, axis=1))
+    """The 95 % bootstrap interval of the mean of `after` minus that of `before`."""
+    if is_paired:
+        return mean_interval(np.subtract(after, before).tolist(), seed)
+    rng = np.random.default_rng(seed)
+    new, old = (_resample(np.asarray(values, float), rng) for values in (after, before))
+    return _percentiles(new.mean(axis=1) - old.mean(axis=1))
+
+
+def median_ratio_interval(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    is_paired: bool = True,
+    seed: int = 0,
+) -> Interval:
+    """The 95 % bootstrap interval of the median of the paired ratios.
+
+    Of unpaired values, which may differ in number, it is that of the ratio of the medians.
+    """
+    rng = np.random.default_rng(seed)
+    above, below = np.asarray(numerators, float), np.asarray(denominators, float)
+    if is_paired:
+        return _percentiles(np.median(_resample(above / below, rng), axis=1))
+    medians = (np.median(_resample(values, rng), axis=1) for values in (above, below))
+    return _percentiles(np.divide(*medians))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -116,6 +116,8 @@ def make_row(judged: Judged, target: str, task: str, policy: str) -> Row:
         "num_experts": num_experts(target),
         "same_as_natural": statistics.fmean(same),
         "num_prompts_by_trees": len(trees),
+        # Prompt by prompt, so that two files can be compared in pairs.
+        "answers": "".join("01"[judged.is_right(record)] for _, record in sorted(answered.items())),
         "drafter": judged.settings.decoding.drafter,
         "num_nodes": judged.settings.decoding.num_nodes,
     }

@@ -106,6 +106,8 @@ def make_row(settings: SpeedSettings, target: str, name: ArmName, texts: Texts) 
         "same_as_natural": statistics.fmean(
             record["token_ids"] == plain[index]["token_ids"] for index, record in mine.items()
         ),
+        # Prompt by prompt, so that two files can be compared in pairs; None without a second token.
+        "tokens_per_s_by_prompt": [tokens_per_s(record) for _, record in sorted(mine.items())],
         "num_prompts": len(mine),
         "num_tokens": sum(len(record["token_ids"]) for record in mine.values()),
     }
