@@ -8,6 +8,7 @@ import typer
 
 from acceptmoe import __version__
 from acceptmoe.cli.audit import audit
+from acceptmoe.cli.bench import bench
 from acceptmoe.cli.calibrate import calibrate
 from acceptmoe.cli.demo import demo
 from acceptmoe.cli.generate import generate
@@ -34,6 +35,7 @@ for command, example in (
     (info, "acceptmoe info --json"),
 ):
     app.command(epilog=f"Example:  {example}")(command)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(is_asked: bool) -> None:
