@@ -22,6 +22,7 @@ from acceptmoe.cli.options import (
     Drafter,
     Dtype,
     DtypeOption,
+    Guard,
     MaxDepth,
     MaxNewTokens,
     NumNodes,
@@ -56,6 +57,7 @@ def generate(
     ] = None,
     num_nodes: NumNodes = 32,
     max_depth: MaxDepth = 5,
+    guard: Guard = False,
     max_new_tokens: MaxNewTokens = 128,
     chat: Annotated[
         bool,
@@ -79,6 +81,7 @@ def generate(
         policy=rule,
         num_nodes=num_nodes,
         max_depth=max_depth,
+        guard=guard,
     )
     end_ids = end_token_ids(model, opened.tokenizer)
     streamer = (
@@ -175,4 +178,6 @@ def summary(report: dict[str, Any]) -> str:
             f"{report['experts_used']:.1f} of {report['num_experts']} experts used per layer "
             f"(natural union {report['natural_union']:.1f})"
         )
+    if report["guard_reason"] is not None:
+        parts.append(report["guard_reason"])
     return f"[{report['policy']}] " + ", ".join(parts)
