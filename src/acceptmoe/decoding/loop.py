@@ -34,7 +34,7 @@ def decode(
     could only be emitted beyond `max_length` tokens.
     """
     drafter, statistics, clock = DeferredDrafter(session.drafter), session.statistics, session.clock
-    steering = session.begin_text()
+    steering, auditor = session.begin_text(), session.auditor
     verifier = Verifier(model, session.adapter, session.patch, session.tap, session.table)
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
@@ -51,7 +51,9 @@ def decode(
         tree = steering.prune(draft(session, drafter, root, size, max_depth))
         drafted = clock()
         with rolled_back_on_error(cache, prefix.length):
-            block = verifier.verify(tree, cache, prefix)
+            natural = auditor.natural_pass(verifier, tree, cache, prefix)
+            audited = clock()
+            block = verifier.verify(tree, cache, prefix, is_natural=auditor.is_natural)
             emitter.begin_block(block.logits)
             verified = clock()
             path = accept_greedy(tree, emitter.next_token, emitter.emit)
@@ -64,18 +66,21 @@ def decode(
         for observe in session.observers:
             observe(tree, path.nodes)
         statistics.count_block(tree.num_nodes, len(path.tokens))
+        committed = clock()
+        auditor.after_block(tree, block, path.nodes, natural)
+        statistics.audit_s += audited - drafted + clock() - committed
         step = DecodingStep(
             size=size,
             num_nodes=tree.num_nodes,
             num_tokens=len(path.tokens),
             draft_s=drafted - start,
-            pass_s=clock() - drafted,
+            pass_s=committed - audited,
             is_cut_short=is_finished or max_depth < session.max_depth,
         )
         steering.record(step)
         statistics.draft_s += step.draft_s
-        statistics.verify_s += verified - drafted
-        statistics.commit_s += step.pass_s - (verified - drafted)
+        statistics.verify_s += verified - audited
+        statistics.commit_s += committed - verified
 
 
 def draft_limits(
