@@ -19,6 +19,7 @@ namespace acceptmoe {
 
 constexpr int kMaxRows = 6;
 constexpr int kCacheLine = 64;
+constexpr int kPage = 4096;
 constexpr int kStreams = 4;           // rows of weights read at a time where memory counts
 constexpr int64_t kReduction = 512;  // of fp32, times kMaxRows: less than half the first cache
 constexpr int kTilesAhead = 2;        // prefetched where arithmetic is what counts
@@ -99,9 +100,10 @@ inline __attribute__((always_inline)) void add_step(const float* const* activati
 // N dot products for each of R rows, over k in [begin, end) of `depth`. Parts of a reduction leave
 // their sums, lane by lane, in `partial` [R, N]; the last one adds up the lanes.
 //
-// `ahead` is what comes next in memory order; its rows are prefetched in the same rhythm, because
-// the hardware's own prefetchers stop at the end of every 4 KB page.
-template <class W, int R, int N>
+// `ahead` is what comes next; it is prefetched in the same rhythm, because the hardware's own
+// prefetchers stop at the end of every 4 KB page: row beside row, or, if they are whole (`Linear`)
+// and shorter than a page, in the order they lie in.
+template <class W, int R, int N, bool Linear = false>
 void dot_tile(const float* const* activations, const W* weights, int64_t stride, int64_t begin,
               int64_t end, int64_t depth, const W* ahead, Floats* partial, float* out,
               int64_t out_stride) {
@@ -110,6 +112,8 @@ void dot_tile(const float* const* activations, const W* weights, int64_t stride,
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = begin > 0 ? partial[r * N + n] : Floats{};
+  const bool is_linear = Linear && stride * int64_t(sizeof(W)) < kPage;
+  const int64_t row_step = is_linear ? kStep<W> : stride, k_step = is_linear ? N : 1;
   int64_t k = begin;
   for (; k + kStep<W> <= end; k += kStep<W>) {
     const W* rows[N];
@@ -117,7 +121,7 @@ void dot_tile(const float* const* activations, const W* weights, int64_t stride,
     for (int n = 0; n < N; ++n) {
       rows[n] = weights + n * stride + k;
       for (int line = 0; line < kStep<W>; line += kCacheLine / int(sizeof(W)))
-        __builtin_prefetch(ahead + n * stride + (k - begin) + line);
+        __builtin_prefetch(ahead + n * row_step + (k - begin) * k_step + line);
     }
     add_step<W, R, N>(activations, k, rows, sums);
   }
@@ -150,7 +154,7 @@ void dot_few_rows(const float* const* activations, Weights<W> weights, int64_t n
   for (; n + kStreams <= num_outputs; n += kStreams) {
     const W* rows = weights.data + n * stride;
     const W* ahead = n + kStreams < num_outputs ? rows + kStreams * stride : following;
-    dot_tile<W, R, kStreams>(activations, rows, stride, 0, depth, depth, ahead, nullptr, out + n,
+    dot_tile<W, R, kStreams, true>(activations, rows, stride, 0, depth, depth, ahead, nullptr, out + n,
                              out_stride);
   }
   for (; n < num_outputs; ++n) {
