@@ -24,6 +24,7 @@ from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
+from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.errors import (
     InvalidArgumentError,
     TableError,
@@ -31,6 +32,7 @@ from acceptmoe.errors import (
     WrapStateError,
 )
 from acceptmoe.models.adapter import MoEAdapter, num_token_ids
+from acceptmoe.models.experts import ExpertsPatch, check_experts_name
 from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
 from acceptmoe.models.patching import self_check
 from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
@@ -51,6 +53,7 @@ def wrap(
     policy: RoutingPolicy | str | None = None,
     num_nodes: int = 32,
     max_depth: int = 5,
+    experts: str | None = None,
     allow_table_mismatch: bool = False,
 ) -> Model:
     """`model` itself, whose `generate` now decodes by speculative trees on few experts.
@@ -68,6 +71,10 @@ def wrap(
             arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
+        experts: None keeps Transformers' own computation of the experts; "acceptmoe" replaces it,
+            prefill included, by kernels that read each expert of the union once. They are compiled
+            at first use, need a C++ compiler on a CPU, and round differently: logits agree with the
+            model's own within 1e-4 in fp32.
         allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
             its table was not made for.
 
@@ -78,6 +85,7 @@ def wrap(
         InvalidArgumentError: A number or name is out of range.
         WrapStateError: The model is wrapped already.
         SelfCheckError: The routers could not be recomputed exactly.
+        KernelBuildError: `experts` asks for kernels that cannot be compiled here.
     """
     if isinstance(model, AcceptMoEMixin):
         raise WrapStateError(
@@ -85,6 +93,7 @@ def wrap(
         )
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
+    check_experts_name(experts)
     chosen_policy = load_policy(policy)
     chosen_drafter = load_drafter(drafter)
     chosen_drafter.check_target(model)
@@ -100,9 +109,13 @@ def wrap(
             allow_mismatch=allow_table_mismatch,
         )
     self_check(model, adapter)
+    experts_patch = None if experts is None else ExpertsPatch(adapter)
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
     )
+    session.use_experts(experts_patch)
+    if isinstance(chosen_drafter, Eagle3Drafter):
+        chosen_drafter.use_compiled_kernels(experts is not None)
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model

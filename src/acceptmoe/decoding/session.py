@@ -14,6 +14,7 @@ from acceptmoe.decoding.statistics import DecodingStatistics
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.experts import ExpertsPatch
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
 from acceptmoe.policies import RoutingPolicy
@@ -41,6 +42,7 @@ class Session:
     tap: FeatureTap
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
+    experts_patch: ExpertsPatch | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
 
@@ -60,6 +62,12 @@ class Session:
         patch = RoutingPatch(adapter, policy)
         patch.attach()
         return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap)
+
+    def use_experts(self, experts_patch: ExpertsPatch | None) -> None:
+        """Compute the experts by the compiled kernels from here on, until `detach`."""
+        self.experts_patch = experts_patch
+        if experts_patch is not None:
+            experts_patch.attach()
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
@@ -84,6 +92,8 @@ class Session:
         """Take every hook off the model."""
         self.patch.detach()
         self.tap.detach()
+        if self.experts_patch is not None:
+            self.experts_patch.detach()
 
     def reset_statistics(self) -> None:
         """Begin counting anew."""
