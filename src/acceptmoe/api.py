@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from acceptmoe.decoding.audit import Auditor, check_audit
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
+from acceptmoe.decoding.online_table import OnlineCommitmentTable
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
@@ -68,7 +69,8 @@ def wrap(
     Args:
         model: A supported mixture-of-experts causal language model of Transformers.
         table: The `CommitmentTable` of this target and drafter, its path, or a shipped table's
-            name. None is allowed where the policy reads none (`policy="natural"`).
+            name; an `OnlineCommitmentTable` goes on learning while it decodes. None is allowed
+            where the policy reads none (`policy="natural"`).
         drafter: "ngram" (prompt lookup, no weights), a causal language model with the target's
             vocabulary, a checkpoint folder, or any `Drafter`.
         policy: "accept" (the default: path-aware commitment), "accept-depth" (the rule of
@@ -136,6 +138,8 @@ def wrap(
         chosen_drafter.use_compiled_kernels(experts is not None)
     session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
     session.guard = guard
+    if isinstance(chosen_table, OnlineCommitmentTable):
+        session.observers.append(chosen_table.observe)
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model
