@@ -34,6 +34,7 @@ from acceptmoe.policies import DEFAULT_POLICY
 from acceptmoe.table import CommitmentTable, shipped_tables
 
 PAGE = "report.html"
+GUARD_GOAL = 0.95  # of plain decoding's speed, whatever the drafter
 QUALITY_COLUMNS = (
     Column("prompts", "num_prompts", "{}"),
     Column("correct", "accuracy", "{:.1%}"),
@@ -182,7 +183,7 @@ def speed_parts(results: Results, drawn: list[Figure]) -> list[str]:
             f"drafter {settings.get('drafter')}. Each policy at the tree that was best on tuning "
             "prompts, natural at 32 and 64 nodes as well; all arms in turn on test prompts."
         ),
-        bullets(speed_claims(results.content["summary"])),
+        bullets([*speed_claims(results.content["summary"]), *guard_claims(results.content)]),
         figures(made),
     ]
     for target, group in by_target.items():
@@ -206,6 +207,19 @@ def speed_claims(summary: Sequence[Row]) -> Iterable[tuple[str, bool]]:
             + ".",
             all(found["median"] >= 1 for found in ratios.values()),
         )
+
+
+def guard_claims(content: dict[str, Any]) -> Iterable[tuple[str, bool]]:
+    """What the guard makes of a drafter that is useless on purpose."""
+    for row in content.get("guard", ()):
+        found = row["ratio"]
+        if found is not None:
+            yield (
+                f"{row['target']}: random drafts under the guard run at {found['median']:.2f} "
+                f"times plain decoding ({found['low']:.2f} to {found['high']:.2f}): "
+                f"{row['guard_reason']}.",
+                found["median"] >= GUARD_GOAL,
+            )
 
 
 def calibration_parts(results: dict[str, Results], drawn: list[Figure]) -> list[str]:
