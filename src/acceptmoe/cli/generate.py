@@ -28,6 +28,7 @@ from acceptmoe.cli.options import (
     Drafter,
     Dtype,
     DtypeOption,
+    Guard,
     MaxDepth,
     MaxNewTokens,
     NumNodes,
@@ -53,6 +54,7 @@ def generate(
     policy: Policy = None,
     num_nodes: NumNodes = 32,
     max_depth: MaxDepth = 5,
+    guard: Guard = False,
     max_new_tokens: MaxNewTokens = 128,
     chat: Annotated[
         bool,
@@ -76,6 +78,7 @@ def generate(
         policy=rule,
         num_nodes=num_nodes,
         max_depth=max_depth,
+        guard=guard,
     )
     end_ids = end_token_ids(model, opened.tokenizer)
     streamer = (
@@ -164,4 +167,6 @@ def summary(report: dict[str, Any]) -> str:
             f"{report['experts_used']:.1f} of {report['num_experts']} experts used per layer "
             f"(natural union {report['natural_union']:.1f})"
         )
+    if report["guard_reason"] is not None:
+        parts.append(report["guard_reason"])
     return f"[{report['policy']}] " + ", ".join(parts)

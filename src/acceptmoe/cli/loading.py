@@ -127,14 +127,16 @@ def widened_drafter(drafter: Drafter, factor: int) -> Drafter:
 def open_table(
     spec: str | None, target: Target, drafter: Drafter, policy: RoutingPolicy
 ) -> CommitmentTable | None:
-    """The table that `spec` names, or the shipped one; None for a policy that reads none."""
-    if not policy.reads_table:
+    """The table that `spec` names, or the shipped one; None where the policy does without."""
+    if not (policy.reads_table or policy.uses_table):
         return None
     if spec is not None:
         return CommitmentTable.load(spec)
     shipped = shipped_table_name(target.name, drafter.name)
     if target.is_bundled and shipped in shipped_tables():
         return CommitmentTable.load(shipped)
+    if not policy.reads_table:
+        return None
     raise InvalidArgumentError(
         f"no table for target {target.name!r} and drafter {drafter.name!r} is shipped; make one "
         f"with 'acceptmoe calibrate --target ... --drafter ... --out FILE' and give --table FILE"

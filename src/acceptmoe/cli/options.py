@@ -46,6 +46,10 @@ MaxDepth = Annotated[
     int, typer.Option(min=1, max=MAX_NODES, help="Drafted tokens on one path of a tree.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, max=MAX_NEW_TOKENS, help="Tokens to decode.")]
+Guard = Annotated[
+    bool,
+    typer.Option("--guard", help="Draft only while it pays; the remark at the end says whether."),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Chooses the prompts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
