@@ -80,7 +80,7 @@ def test_every_figure_is_a_png_file_too(folder: Path) -> None:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         width, height = struct.unpack(">II", content[16:24])
-        assert (width, height) == (920, 700)
+        assert (width, height) == (936, 744)
 
 
 def test_the_page_says_what_the_files_say(folder: Path) -> None:

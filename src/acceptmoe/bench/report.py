@@ -114,7 +114,7 @@ def quality_parts(results: Results, drawn: list[Figure]) -> list[str]:
         made = [
             Figure(
                 f"quality-{name}-{target}",
-                draw(plot(group), target),
+                draw(plot(group), target, num_lines(group) if name == "length" else 0),
                 f"{target}: {title}, {remark}",
             )
             for target, group in by_target.items()
@@ -169,7 +169,7 @@ def speed_parts(results: Results, drawn: list[Figure]) -> list[str]:
     made = [
         Figure(
             f"speed-{target}",
-            draw(plot_speed(group), target),
+            draw(plot_speed(group), target, len(group)),
             f"{target}: tokens per second of every policy at its best tree, with quartiles",
         )
         for target, group in by_target.items()
@@ -243,6 +243,11 @@ def calibration_parts(results: dict[str, Results], drawn: list[Figure]) -> list[
         ),
         figures(made),
     ]
+
+
+def num_lines(rows: Iterable[Row]) -> int:
+    """How many policies with their settings are among the rows."""
+    return len({row_label(row) for row in rows})
 
 
 def grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
