@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -54,15 +55,25 @@ class RoutingCounters:
         self._sums: dict[torch.device, Tensor] = {}  # [5] fp64, over passes and layers
         self._num_counted = 0  # passes times layers
 
-    def add_pass(self, rows: BlockRows, layers: list[RoutedLayer]) -> None:
-        """Count one finished pass over `rows`."""
-        devices = {routed.used_ids.device for routed in layers}
-        for device in devices:
+    def add_pass(
+        self, rows: BlockRows, layers: list[RoutedLayer], counts: Sequence[Tensor] = ()
+    ) -> None:
+        """Count one finished pass over `rows`.
+
+        `layers` are counted here; `counts`, [5] fp32 each in the order of `FIELDS`, come counted
+        from the fused op.
+        """
+        for device in {routed.used_ids.device for routed in layers}:
             here = [routed for routed in layers if routed.used_ids.device == device]
-            counts = _count(rows.to(device), here)
-            total = self._sums.get(device)
-            self._sums[device] = counts if total is None else total.add_(counts)
-        self._num_counted += len(layers)
+            self._add(_count(rows.to(device), here))
+        for device in {counted.device for counted in counts}:
+            fused = [counted for counted in counts if counted.device == device]
+            self._add(torch.stack(fused).sum(dim=0, dtype=torch.float64))
+        self._num_counted += len(layers) + len(counts)
+
+    def _add(self, counts: Tensor) -> None:
+        total = self._sums.get(counts.device)
+        self._sums[counts.device] = counts if total is None else total.add_(counts)
 
     def read(self) -> RoutingCounts | None:
         """The averages, or None before the first counted pass. Waits for the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from acceptmoe.errors import InvalidArgumentError, SelfCheckError
 from acceptmoe.models.adapter import MoEAdapter, SparseLayer
 from acceptmoe.models.counters import RoutedLayer, RoutingCounters
 from acceptmoe.models.scoring import RouterOutput, Scoring
-from acceptmoe.policies import POLICIES, RoutingPolicy
+from acceptmoe.ops.select_experts import select_experts
+from acceptmoe.policies import POLICIES, FusedParams, RoutingPolicy
+from acceptmoe.routing import NaturalRouting, RoutingRule
 from acceptmoe.selection import BlockRows, RoutedBlock, Selection, demand
 
 
@@ -25,18 +27,25 @@ class RoutingPatch:
     """Forward hooks on the routers of one model; they act inside `verifying` only.
 
     Everywhere else, in other threads too, a forward of the model routes as if never patched.
+
+    With `is_fused` the op `acceptmoe::select_experts` selects and routes, for policies that have
+    `fused_params`; it marks padded rows by ids below 0, which only our own experts op skips.
     """
 
-    def __init__(self, adapter: MoEAdapter, policy: RoutingPolicy) -> None:
+    def __init__(
+        self, adapter: MoEAdapter, policy: RoutingPolicy, *, is_fused: bool = False
+    ) -> None:
         self.adapter = adapter
         self.policy = policy
+        self.is_fused = is_fused
         self.counters = RoutingCounters()
         self._local = _Local()
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         for layer in self.adapter.layers:
-            self._handles.append(layer.router.register_forward_hook(RouterHook(self)))
+            rule = self.adapter.family.scoring.rule(layer.router)
+            self._handles.append(layer.router.register_forward_hook(RouterHook(self, rule)))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -49,14 +58,16 @@ class RoutingPatch:
     @contextmanager
     def verifying(self, rows: BlockRows, *, is_counted: bool = True) -> Iterator[None]:
         """Route the forward inside, a verification block of these rows, under the policy."""
-        layers: list[RoutedLayer] = []
-        self._local.block = _ActiveBlock(rows, layers)
+        params = self.policy.fused_params(rows) if self.is_fused else None
+        fused = None if params is None else FusedRows.of(rows, params)
+        block = _ActiveBlock(rows, fused)
+        self._local.block = block
         try:
             yield
         finally:
             self._local.block = None
         if is_counted:
-            self.counters.add_pass(rows, layers)
+            self.counters.add_pass(rows, block.layers, block.counts)
 
     @property
     def active_block(self) -> _ActiveBlock | None:
@@ -65,9 +76,31 @@ class RoutingPatch:
 
 
 @dataclass(frozen=True)
-class _ActiveBlock:
+class FusedRows:
+    """What the fused op takes of a block beside a layer's routing: computed once for a pass."""
+
     rows: BlockRows
-    layers: list[RoutedLayer]
+    params: FusedParams
+    is_enabled: Tensor
+
+    @classmethod
+    def of(cls, rows: BlockRows, params: FusedParams) -> FusedRows:
+        return cls(rows, params, torch.ones_like(rows.is_real[0]))
+
+    def to(self, device: torch.device) -> FusedRows:
+        if self.rows.depths.device == device:
+            return self
+        return FusedRows(self.rows.to(device), self.params.to(device), self.is_enabled.to(device))
+
+
+@dataclass(frozen=True)
+class _ActiveBlock:
+    """A pass under way. Unfused layers leave what is to be counted, fused ones the counts."""
+
+    rows: BlockRows
+    fused: FusedRows | None
+    layers: list[RoutedLayer] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)  # [5] fp32 each
 
 
 class _Local(threading.local):
@@ -82,8 +115,9 @@ class _Local(threading.local):
 class RouterHook:
     """A forward hook that replaces a router's weights and ids by those inside the eligible set."""
 
-    def __init__(self, patch: RoutingPatch) -> None:
+    def __init__(self, patch: RoutingPatch, rule: RoutingRule) -> None:
         self._patch = patch
+        self._rule = rule
 
     def __call__(
         self, router: nn.Module, args: tuple[Any, ...], output: RouterOutput
@@ -91,6 +125,8 @@ class RouterHook:
         active = self._patch.active_block
         if active is None:
             return None
+        if active.fused is not None:
+            return self._route_fused(router, output, active.fused, active.counts)
         num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
         if self._patch.policy.is_natural:
             active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
@@ -103,6 +139,22 @@ class RouterHook:
             RoutedLayer(num_experts, natural_ids, routed[2], block.gates, selection.eligible)
         )
         return routed
+
+    def _route_fused(
+        self, router: nn.Module, output: RouterOutput, fused: FusedRows, counts: list[Tensor]
+    ) -> RouterOutput:
+        here = fused.to(output[0].device)
+        weights, ids, _, layer_counts = select_experts(
+            NaturalRouting(*output[:3]),
+            self._rule,
+            here.params,
+            path_commitment=here.rows.path_commitment,
+            is_real=here.rows.is_real,
+            is_enabled=here.is_enabled,
+            correction_bias=self._patch.adapter.family.scoring.correction_bias(router),
+        )
+        counts.append(layer_counts)
+        return (output[0], weights, ids, *output[3:])
 
 
 def read_block(
@@ -126,12 +178,14 @@ def select_inside_groups(
     Raises `InvalidArgumentError` when a policy breaks its promise; anybody can write one.
     """
     selection = policy.select(block)
-    check_selection(selection, block, policy)
+    is_ours = type(policy) in POLICIES.values()  # tested; checking values makes the host wait
+    if not is_ours:
+        check_selection(selection, block, policy)
     if scoring.needs_completion(router):
         expert_demand = demand(block, block.rows.path_commitment)
         eligible = scoring.complete(router, block, selection.eligible, expert_demand)
         selection = Selection(eligible, selection.choice_bias, selection.combine)
-    if type(policy) not in POLICIES.values():  # ours are tested, and the host would wait
+    if not is_ours:
         check_selected_values(selection, block, policy)
     return selection
 
