@@ -10,11 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import acceptmoe
+from acceptmoe.decoding.audit_statistics import row_masses
 from acceptmoe.models import patching
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.patching import RoutingPatch
-from acceptmoe.policies import POLICIES, NaturalPolicy, RoutingPolicy, load_policy
-from acceptmoe.selection import BlockRows
+from acceptmoe.policies import POLICIES, AcceptPolicy, NaturalPolicy, RoutingPolicy, load_policy
+from acceptmoe.selection import BlockRows, Selection
 from acceptmoe.tree import DraftTree, TreeShape
 from drafters import ScriptedDrafter
 from tables import make_table_for
@@ -185,7 +186,20 @@ class OwnPolicy(RoutingPolicy):
         return load_policy("accept").select(block)
 
 
-@pytest.mark.parametrize("policy", [NaturalPolicy(), OwnPolicy(), load_policy("xshare:size=6")])
+class DerivedPolicy(AcceptPolicy):
+    """Ours with another selection; the parameters it inherits are not its own."""
+
+    name = "derived"
+
+    def select(self, block):
+        return Selection(torch.ones_like(super().select(block).eligible))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [NaturalPolicy(), OwnPolicy(), DerivedPolicy(), load_policy("xshare:size=6")],
+    ids=lambda policy: policy.name,
+)
 @torch.no_grad()
 def test_policies_without_fused_parameters_keep_the_plain_path(policy, monkeypatch):
     router, patch = attach("qwen3_moe", policy)
@@ -196,15 +210,38 @@ def test_policies_without_fused_parameters_keep_the_plain_path(policy, monkeypat
     assert patch.counters.read() is not None
 
 
+@torch.no_grad()
+def test_a_pass_that_is_to_be_natural_is_natural():
+    router, patch = attach("qwen3_moe")
+    hidden = torch.randn(7, router.hidden_dim, generator=torch.Generator().manual_seed(1))
+    natural = router(hidden)
+    with patch.verifying(make_rows(7), is_natural=True):
+        got = router(hidden)
+    for a, b in zip(got, natural, strict=True):
+        assert torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_an_audit_finds_the_same_gates_and_sets_behind_both_paths():
+    router, patch = attach("deepseek_v3")
+    hidden = torch.randn(7, router.hidden_dim, generator=torch.Generator().manual_seed(1))
+    with patch.verifying(make_rows(7)) as fused:
+        router(hidden)
+    patch.is_fused = False
+    with patch.verifying(make_rows(7)) as unfused:
+        router(hidden)
+    assert torch.equal(fused[0].gates, unfused[0].gates)
+    assert torch.equal(fused[0].eligible, unfused[0].eligible)
+    assert torch.equal(row_masses(fused[0]), row_masses(unfused[0]))
+
+
 def test_which_policies_the_op_covers():
     rows = make_rows(4)
-    settings = {"moe-spec": "budget=6", "xshare": "size=6", "oea": "top=2", "lynx": "drop=0.25"}
-    covered = {
-        name
-        for name in POLICIES
-        if load_policy(f"{name}:{settings.get(name, '')}").fused_params(rows) is not None
-    }
-    assert covered == {"accept", "accept-depth"}
+    ours = {name for name, kind in POLICIES.items() if "fused_params" in vars(kind)}
+    assert ours == {"accept", "accept-depth"}
+    for name in ours:
+        assert load_policy(name).fused_params(rows) is not None
+    assert load_policy("xshare:size=6").fused_params(rows) is None
 
 
 def test_fused_parameters_are_computed_once_for_a_pass(monkeypatch):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from acceptmoe import routing
+from acceptmoe.routing import RoutingRule
 from acceptmoe.selection import BlockRows
 
 
@@ -31,15 +32,27 @@ class RoutingCounts:
 class RoutedLayer:
     """One layer's part in a verification pass.
 
-    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `gates` [T, E]
-    and `eligible` [E] are None when nothing was restricted; both ids are the same then.
+    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `known_gates`
+    [T, E] and `eligible` [E] are None when nothing was restricted; both ids are the same then. The
+    fused op leaves `counts` [5] fp32, the values of `RoutingCounts`' fields, and instead of gates
+    the `logits` [T, E] and the `rule` that makes them: only an audit needs them.
     """
 
     num_experts: int
     natural_ids: Tensor
     used_ids: Tensor
-    gates: Tensor | None = None
+    known_gates: Tensor | None = None
     eligible: Tensor | None = None
+    counts: Tensor | None = None
+    logits: Tensor | None = None
+    rule: RoutingRule | None = None
+
+    @property
+    def gates(self) -> Tensor | None:
+        """[T, E] fp32, or None when nothing was restricted."""
+        if self.rule is None or self.logits is None:
+            return self.known_gates
+        return routing.gates(self.rule, self.logits)
 
 
 class RoutingCounters:
@@ -55,25 +68,15 @@ class RoutingCounters:
         self._sums: dict[torch.device, Tensor] = {}  # [5] fp64, over passes and layers
         self._num_counted = 0  # passes times layers
 
-    def add_pass(
-        self, rows: BlockRows, layers: list[RoutedLayer], counts: Sequence[Tensor] = ()
-    ) -> None:
-        """Count one finished pass over `rows`.
-
-        `layers` are counted here; `counts`, [5] fp32 each in the order of `FIELDS`, come counted
-        from the fused op.
-        """
-        for device in {routed.used_ids.device for routed in layers}:
+    def add_pass(self, rows: BlockRows, layers: list[RoutedLayer]) -> None:
+        """Count one finished pass over `rows`."""
+        devices = {routed.used_ids.device for routed in layers}
+        for device in devices:
             here = [routed for routed in layers if routed.used_ids.device == device]
-            self._add(_count(rows.to(device), here))
-        for device in {counted.device for counted in counts}:
-            fused = [counted for counted in counts if counted.device == device]
-            self._add(torch.stack(fused).sum(dim=0, dtype=torch.float64))
-        self._num_counted += len(layers) + len(counts)
-
-    def _add(self, counts: Tensor) -> None:
-        total = self._sums.get(counts.device)
-        self._sums[counts.device] = counts if total is None else total.add_(counts)
+            counts = _count(rows.to(device), here)
+            total = self._sums.get(device)
+            self._sums[device] = counts if total is None else total.add_(counts)
+        self._num_counted += len(layers)
 
     def read(self) -> RoutingCounts | None:
         """The averages, or None before the first counted pass. Waits for the device."""
@@ -85,11 +88,14 @@ class RoutingCounters:
 
 def _count(rows: BlockRows, layers: list[RoutedLayer]) -> Tensor:
     """[5] fp64: the sums of `RoutingCounts`' fields over `layers`, all on one device."""
+    counted = [routed.counts for routed in layers if routed.counts is not None]
+    if counted:
+        return torch.stack(counted).sum(dim=0, dtype=torch.float64)
     num_experts = layers[0].num_experts
     natural = _routed(torch.stack([routed.natural_ids for routed in layers]), rows, num_experts)
     natural_union = natural.any(dim=1).sum()
     eligible = [routed.eligible for routed in layers if routed.eligible is not None]
-    gates = [routed.gates for routed in layers if routed.gates is not None]
+    gates = [routed.known_gates for routed in layers if routed.known_gates is not None]
     if eligible:
         used = _routed(torch.stack([routed.used_ids for routed in layers]), rows, num_experts)
         num_used = used.any(dim=1).sum()

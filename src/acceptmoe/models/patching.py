@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,23 +56,46 @@ class RoutingPatch:
         self.counters = RoutingCounters()
 
     @contextmanager
-    def verifying(self, rows: BlockRows, *, is_counted: bool = True) -> Iterator[None]:
-        """Route the forward inside, a verification block of these rows, under the policy."""
-        params = self.policy.fused_params(rows) if self.is_fused else None
-        fused = None if params is None else FusedRows.of(rows, params)
-        block = _ActiveBlock(rows, fused)
-        self._local.block = block
+    def verifying(
+        self, rows: BlockRows, *, is_natural: bool = False, is_counted: bool = True
+    ) -> Iterator[list[RoutedLayer]]:
+        """Route the forward inside, a verification block of these rows, under the policy.
+
+        Gives the list that the forward fills, one entry for each sparse layer. With `is_natural`
+        every row keeps its own experts, whatever the policy.
+        """
+        layers: list[RoutedLayer] = []
+        is_natural = is_natural or self.policy.is_natural
+        fused = None if is_natural else self._fused_rows(rows)
+        self._local.block = _ActiveBlock(rows, layers, is_natural, fused)
         try:
-            yield
+            yield layers
         finally:
             self._local.block = None
         if is_counted:
-            self.counters.add_pass(rows, block.layers, block.counts)
+            self.counters.add_pass(rows, layers)
+
+    def _fused_rows(self, rows: BlockRows) -> FusedRows | None:
+        if not (self.is_fused and has_own_fused_params(self.policy)):
+            return None
+        params = self.policy.fused_params(rows)
+        if params is None:
+            return None
+        return FusedRows(rows, params, torch.ones_like(rows.is_real[0]))
 
     @property
     def active_block(self) -> _ActiveBlock | None:
         """The verification block that this thread is in."""
         return self._local.block
+
+
+def has_own_fused_params(policy: RoutingPolicy) -> bool:
+    """Whether `fused_params` speaks for `select`: a subclass may have replaced `select` alone."""
+
+    def definer(method: str) -> type:
+        return next(kind for kind in type(policy).__mro__ if method in vars(kind))
+
+    return issubclass(definer("fused_params"), definer("select"))
 
 
 @dataclass(frozen=True)
@@ -83,11 +106,8 @@ class FusedRows:
     params: FusedParams
     is_enabled: Tensor
 
-    @classmethod
-    def of(cls, rows: BlockRows, params: FusedParams) -> FusedRows:
-        return cls(rows, params, torch.ones_like(rows.is_real[0]))
-
     def to(self, device: torch.device) -> FusedRows:
+        """The same on another device (a model spread over several)."""
         if self.rows.depths.device == device:
             return self
         return FusedRows(self.rows.to(device), self.params.to(device), self.is_enabled.to(device))
@@ -95,12 +115,10 @@ class FusedRows:
 
 @dataclass(frozen=True)
 class _ActiveBlock:
-    """A pass under way. Unfused layers leave what is to be counted, fused ones the counts."""
-
     rows: BlockRows
+    layers: list[RoutedLayer]
+    is_natural: bool
     fused: FusedRows | None
-    layers: list[RoutedLayer] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)  # [5] fp32 each
 
 
 class _Local(threading.local):
@@ -126,9 +144,9 @@ class RouterHook:
         if active is None:
             return None
         if active.fused is not None:
-            return self._route_fused(router, output, active.fused, active.counts)
+            return self._route_fused(router, output, active.fused, active.layers)
         num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
-        if self._patch.policy.is_natural:
+        if active.is_natural:
             active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
             return None
         scoring = self._patch.adapter.family.scoring
@@ -141,19 +159,30 @@ class RouterHook:
         return routed
 
     def _route_fused(
-        self, router: nn.Module, output: RouterOutput, fused: FusedRows, counts: list[Tensor]
+        self, router: nn.Module, output: RouterOutput, fused: FusedRows, layers: list[RoutedLayer]
     ) -> RouterOutput:
-        here = fused.to(output[0].device)
-        weights, ids, _, layer_counts = select_experts(
-            NaturalRouting(*output[:3]),
+        adapter, natural = self._patch.adapter, NaturalRouting(*output[:3])
+        here = fused.to(natural.logits.device)
+        weights, ids, eligible, counts = select_experts(
+            natural,
             self._rule,
             here.params,
             path_commitment=here.rows.path_commitment,
             is_real=here.rows.is_real,
             is_enabled=here.is_enabled,
-            correction_bias=self._patch.adapter.family.scoring.correction_bias(router),
+            correction_bias=adapter.family.scoring.correction_bias(router),
         )
-        counts.append(layer_counts)
+        layers.append(
+            RoutedLayer(
+                adapter.num_experts,
+                natural.ids,
+                ids,
+                eligible=eligible,
+                counts=counts,
+                logits=natural.logits,
+                rule=self._rule,
+            )
+        )
         return (output[0], weights, ids, *output[3:])
 
 
@@ -185,7 +214,7 @@ def select_inside_groups(
         expert_demand = demand(block, block.rows.path_commitment)
         eligible = scoring.complete(router, block, selection.eligible, expert_demand)
         selection = Selection(eligible, selection.choice_bias, selection.combine)
-    if not is_ours:
+    if not is_ours and not torch.compiler.is_compiling():  # a traced pass has no values yet
         check_selected_values(selection, block, policy)
     return selection
 
