@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from acceptmoe.models.adapter import MoEAdapter
-from acceptmoe.models.counters import RoutedLayer
+from acceptmoe.models.counters import RoutedLayer, lost_shares
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import cache_capacity
 from acceptmoe.models.patching import RoutingPatch
@@ -38,13 +38,15 @@ class Prefix:
 class VerifiedBlock:
     """Logits [T, V] after each node, and features [T, F] where the drafter feeds on them.
 
-    `rows` and `layers` are how the block was routed; a root alone has none.
+    `rows` and `layers` are how the block was routed; a root alone has none. `lost` [T] fp32 is the
+    share of its own routing weights that each row lost, None where no row is too far gone.
     """
 
     logits: Tensor
     features: Tensor | None
     rows: BlockRows | None = None
     layers: list[RoutedLayer] = field(default_factory=list)
+    lost: Tensor | None = None
 
 
 class Verifier:
@@ -94,7 +96,8 @@ class Verifier:
         routing = self._patch.verifying(rows, is_natural=is_natural, is_counted=is_counted)
         with self._tap.recording(), routing as layers:
             output = self._model(**inputs, return_dict=True)
-        return VerifiedBlock(output.logits[0], self._tap.features, rows, layers)
+        lost = lost_shares(layers) if self._patch.policy.max_lost < 1 else None
+        return VerifiedBlock(output.logits[0], self._tap.features, rows, layers, lost)
 
     def _plain_step(self, token: int, cache: Cache, prefix: Prefix) -> VerifiedBlock:
         """An ordinary decoding step, with the model's own mask: none at all where it needs none.
