@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from acceptmoe.decoding.compiled import make_compiled_passes
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.session import Session
@@ -51,6 +52,7 @@ def wrap(
     policy: RoutingPolicy | str | None = None,
     num_nodes: int = 32,
     max_depth: int = 5,
+    compile: bool | str = False,
     allow_table_mismatch: bool = False,
 ) -> Model:
     """`model` itself, whose `generate` now decodes by speculative trees on few experts.
@@ -68,6 +70,10 @@ def wrap(
             arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
+        compile: Compile the verification passes with `torch.compile`, and on a GPU capture them as
+            CUDA graphs. Each size of pass compiles when it is first needed, half a minute on a CPU.
+            True takes Inductor; a name takes that backend of `torch.compile`. The experts must
+            trace: "grouped_mm" (Transformers' default) or "batched_mm".
         allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
             its table was not made for.
 
@@ -99,9 +105,10 @@ def wrap(
             needs_depths=chosen_policy.reads_depths,
             allow_mismatch=allow_table_mismatch,
         )
+    passes = make_compiled_passes(model, adapter, chosen_policy, compile, num_nodes, max_depth)
     self_check(model, adapter)
     session = Session.attach(
-        model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
+        model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth, passes
     )
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
@@ -262,16 +269,19 @@ class AcceptMoEMixin:
         is_valid = torch.ones(num_cached, dtype=torch.bool, device=input_ids.device)
         if attention_mask is not None:
             is_valid = attention_mask[0, :num_cached].bool()
-        decode(
-            model,
-            session,
-            emitter,
-            cache,
-            Prefix(is_valid, next_position),
-            prefill.logits[:, -1],
-            session.tap.features,
-            stopping_criteria.max_length or input_ids.shape[1] + MAX_NODES,
-        )
+        prefix = Prefix(is_valid, next_position)
+        max_length = stopping_criteria.max_length or input_ids.shape[1] + MAX_NODES
+        with session.working_cache(model, cache, prefix, max_length) as working:
+            decode(
+                model,
+                session,
+                emitter,
+                working,
+                prefix,
+                prefill.logits[:, -1],
+                session.tap.features,
+                max_length,
+            )
         emitter.end()
         if not returns_dict:
             return emitter.input_ids

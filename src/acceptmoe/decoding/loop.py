@@ -33,7 +33,9 @@ def decode(
     could only be emitted beyond `max_length` tokens.
     """
     drafter, statistics = session.drafter, session.statistics
-    verifier = Verifier(model, session.adapter, session.patch, session.tap, session.table)
+    verifier = Verifier(
+        model, session.adapter, session.patch, session.tap, session.table, session.compiled
+    )
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
     root = emitter.next_token(0)
@@ -45,7 +47,7 @@ def decode(
     clock = time.perf_counter
     while not is_finished:
         start = clock()
-        tree = draft(session, root, max_length - emitter.input_ids.shape[1], cache, prefix)
+        tree = draft(session, root, max_length - emitter.length, cache, prefix)
         drafted = clock()
         with rolled_back_on_error(cache, prefix.length):
             block = verifier.verify(tree, cache, prefix)

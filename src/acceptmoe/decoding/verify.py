@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from acceptmoe.decoding.buffers import BlockBuffers
+from acceptmoe.decoding.forward import BlockForward, BlockOutput
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.block_cache import BlockCache
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import cache_capacity
 from acceptmoe.models.patching import RoutingPatch
-from acceptmoe.selection import BlockRows
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
 
 
-@dataclass(frozen=True)
 class Prefix:
-    """What lies in the cache: P tokens, which of them are no padding, the next token's position."""
+    """What lies in the cache: P tokens, which of them are no padding, the next token's position.
 
-    is_valid: Tensor  # [P] bool
-    next_position: int
+    `is_valid` [P'] bool covers the prompt, P' <= P; all later tokens are valid.
+    """
 
-    @property
-    def length(self) -> int:
-        return self.is_valid.shape[0]
+    def __init__(self, is_valid: Tensor, next_position: int, length: int | None = None) -> None:
+        self.is_valid = is_valid
+        self.next_position = next_position
+        self.length = is_valid.shape[0] if length is None else length
 
     def extended(self, num_tokens: int) -> Prefix:
-        more = self.is_valid.new_ones(num_tokens)
-        return Prefix(torch.cat([self.is_valid, more]), self.next_position + num_tokens)
+        """The prefix after `num_tokens` more tokens."""
+        return Prefix(self.is_valid, self.next_position + num_tokens, self.length + num_tokens)
+
+    def slot_is_valid(self, num_slots: int) -> Tensor:
+        """[num_slots] bool: False at the prompt's padding."""
+        is_valid = self.is_valid.new_ones(num_slots)
+        is_valid[: self.is_valid.shape[0]] = self.is_valid
+        return is_valid
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,20 @@ class VerifiedBlock:
 
     logits: Tensor
     features: Tensor | None
+
+
+class PassPool(Protocol):
+    """Where compiled passes come from: see `CompiledPasses`."""
+
+    def run(
+        self,
+        forward: BlockForward,
+        tree: DraftTree,
+        cache: BlockCache,
+        prefix: Prefix,
+        table: CommitmentTable | None,
+    ) -> BlockOutput | None:
+        """The pass over `tree`, or None where no compiled one is large enough."""
 
 
 class Verifier:
@@ -51,43 +73,45 @@ class Verifier:
         patch: RoutingPatch,
         tap: FeatureTap,
         table: CommitmentTable | None,
+        pool: PassPool | None = None,
     ) -> None:
-        self._model, self._adapter, self._patch, self._tap = model, adapter, patch, tap
-        self._table = table
+        self._model, self._adapter, self._patch, self._table = model, adapter, patch, table
+        self._forward = BlockForward(model, adapter, patch, tap)
+        self._pool = pool
+        self._buffers: dict[int, BlockBuffers] = {}  # by rows
 
     def verify(self, tree: DraftTree, cache: Cache, prefix: Prefix) -> VerifiedBlock:
         """One forward over the tree's rows; their keys and values are appended to `cache`.
 
-        A tree that is its root alone is an ordinary decoding step and routes naturally.
+        A tree that is its root alone is an ordinary decoding step and routes naturally. In a
+        `BlockCache` the pass is a compiled one, if there is one large enough.
         """
-        device = self._model.device
-        num_slots = cache_capacity(cache) or prefix.length + tree.num_nodes
-        masks = self._adapter.tree_masks(tree.shape, prefix.is_valid, num_slots, self._model.dtype)
-        depths = torch.tensor(tree.shape.depths, device=device)
-        inputs = {
-            "input_ids": torch.tensor([tree.tokens], device=device),
-            "attention_mask": masks,
-            "position_ids": (prefix.next_position + depths)[None],
-            self._adapter.cache_keyword: cache,
-            "use_cache": True,
-            "output_router_logits": False,  # its loss cannot read a 4-D mask
-        }
-        with self._tap.recording():
-            if tree.num_nodes == 1:
-                output = self._model(**inputs, return_dict=True)
-            else:
-                with self._patch.verifying(self._rows(tree, depths)):
-                    output = self._model(**inputs, return_dict=True)
-        return VerifiedBlock(output.logits[0], self._tap.features)
+        output = None
+        if self._pool is not None and isinstance(cache, BlockCache):
+            output = self._pool.run(self._forward, tree, cache, prefix, self._table)
+        if output is None:
+            output = self._run_eagerly(tree, cache, prefix)
+        if output.counts:
+            self._patch.counters.add(output.counts, len(self._adapter.layers))
+        features = output.features
+        return VerifiedBlock(
+            output.logits[: tree.num_nodes],
+            None if features is None else features[: tree.num_nodes],
+        )
 
-    def _rows(self, tree: DraftTree, depths: Tensor) -> BlockRows:
-        probabilities = torch.tensor(tree.path_probabilities, device=depths.device)
-        is_real = torch.ones_like(depths, dtype=torch.bool)
-        if self._table is None:
-            return BlockRows(depths, torch.ones_like(probabilities), probabilities, is_real)
-        return BlockRows(
-            depths=depths,
-            depth_commitment=self._table.depth_commitment(depths),
-            path_commitment=self._table.path_commitment(probabilities),
-            is_real=is_real,
+    def _run_eagerly(self, tree: DraftTree, cache: Cache, prefix: Prefix) -> BlockOutput:
+        """The pass without padding, by the model as it is."""
+        num_rows = tree.num_nodes
+        if num_rows not in self._buffers:
+            self._buffers[num_rows] = BlockBuffers(num_rows, 0, self._model.device)
+        num_slots = cache_capacity(cache) or prefix.length + num_rows
+        inputs = self._buffers[num_rows].fill(
+            tree, prefix.length, prefix.next_position, self._table
+        )
+        return self._forward(
+            inputs,
+            cache,
+            prefix.slot_is_valid(num_slots),
+            is_restricted=num_rows > 1,
+            has_padding=False,
         )

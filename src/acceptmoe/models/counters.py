@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -56,13 +57,15 @@ class RoutingCounters:
 
     def add_pass(self, rows: BlockRows, layers: list[RoutedLayer]) -> None:
         """Count one finished pass over `rows`."""
-        devices = {routed.used_ids.device for routed in layers}
-        for device in devices:
-            here = [routed for routed in layers if routed.used_ids.device == device]
-            counts = _count(rows.to(device), here)
-            total = self._sums.get(device)
-            self._sums[device] = counts if total is None else total.add_(counts)
-        self._num_counted += len(layers)
+        self.add(count_pass(rows, layers), len(layers))
+
+    def add(self, counts: Sequence[Tensor], num_layers: int) -> None:
+        """Add what `count_pass` gave for a pass of `num_layers` sparse layers."""
+        for count in counts:
+            total = self._sums.get(count.device)
+            # A copy: a captured pass writes its next counts to the same place.
+            self._sums[count.device] = count.clone() if total is None else total.add_(count)
+        self._num_counted += num_layers
 
     def read(self) -> RoutingCounts | None:
         """The averages, or None before the first counted pass. Waits for the device."""
@@ -70,6 +73,15 @@ class RoutingCounters:
             return None
         total = sum((counts.cpu() for counts in self._sums.values()), torch.zeros(()))
         return RoutingCounts(*(total / self._num_counted).tolist())
+
+
+def count_pass(rows: BlockRows, layers: Sequence[RoutedLayer]) -> tuple[Tensor, ...]:
+    """[5] fp64 for every device that has layers: the sums of `RoutingCounts`' fields over them."""
+    devices = dict.fromkeys(routed.used_ids.device for routed in layers)
+    return tuple(
+        _count(rows.to(device), [r for r in layers if r.used_ids.device == device])
+        for device in devices
+    )
 
 
 def _count(rows: BlockRows, layers: list[RoutedLayer]) -> Tensor:

@@ -47,12 +47,18 @@ class RoutingPatch:
         self.counters = RoutingCounters()
 
     @contextmanager
-    def verifying(self, rows: BlockRows, *, is_counted: bool = True) -> Iterator[None]:
-        """Route the forward inside, a verification block of these rows, under the policy."""
+    def verifying(
+        self, rows: BlockRows, *, is_counted: bool = True, has_padding: bool = False
+    ) -> Iterator[list[RoutedLayer]]:
+        """Route the forward inside, a verification block of these rows, under the policy.
+
+        What every layer did is in the list given. `has_padding` says that rows may be padding; they
+        are routed to the root's experts, so that they touch none that no real row uses.
+        """
         layers: list[RoutedLayer] = []
-        self._local.block = _ActiveBlock(rows, layers)
+        self._local.block = _ActiveBlock(rows, layers, has_padding)
         try:
-            yield
+            yield layers
         finally:
             self._local.block = None
         if is_counted:
@@ -68,6 +74,7 @@ class RoutingPatch:
 class _ActiveBlock:
     rows: BlockRows
     layers: list[RoutedLayer]
+    has_padding: bool
 
 
 class _Local(threading.local):
@@ -94,7 +101,7 @@ class RouterHook:
         num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
         if self._patch.policy.is_natural:
             active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
-            return None
+            return route_padding(output, active.rows) if active.has_padding else None
         scoring = self._patch.adapter.family.scoring
         block = read_block(scoring, router, output, active.rows)
         selection = select_inside_groups(scoring, router, block, self._patch.policy)
@@ -102,7 +109,13 @@ class RouterHook:
         active.layers.append(
             RoutedLayer(num_experts, natural_ids, routed[2], block.gates, selection.eligible)
         )
-        return routed
+        return route_padding(routed, active.rows) if active.has_padding else routed
+
+
+def route_padding(output: RouterOutput, rows: BlockRows) -> RouterOutput:
+    """The router's output with padded rows sent to the root's experts."""
+    is_real = rows.to(output[2].device).is_real[:, None]
+    return (*output[:2], torch.where(is_real, output[2], output[2][:1]), *output[3:])
 
 
 def read_block(
@@ -131,7 +144,8 @@ def select_inside_groups(
         expert_demand = demand(block, block.rows.path_commitment)
         eligible = scoring.complete(router, block, selection.eligible, expert_demand)
         selection = Selection(eligible, selection.choice_bias, selection.combine)
-    if type(policy) not in POLICIES.values():  # ours are tested, and the host would wait
+    # Ours are tested, and the host would wait; a traced pass has no values yet.
+    if type(policy) not in POLICIES.values() and not torch.compiler.is_compiling():
         check_selected_values(selection, block, policy)
     return selection
 
