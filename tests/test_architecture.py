@@ -27,6 +27,7 @@ LAYERS = [
     {"targets"},
     {"ops"},
     {"policies"},
+    {"routing"},
     {"selection"},
     {"table"},
     {"tree"},

@@ -42,7 +42,7 @@ def test_policies_load_by_name_with_their_defaults():
 
 
 def test_settings_follow_the_name():
-    assert load_policy("accept:exponent=1.5").params() == {"exponent": 1.5}
+    assert load_policy("accept:exponent=1.5").params()["exponent"] == 1.5
     assert load_policy("moe-spec:budget=16").params() == {"budget": 16}
 
 

@@ -19,13 +19,14 @@ from transformers import Cache, PreTrainedModel
 from acceptmoe.decoding.backend import PassBackend, check_backend
 from acceptmoe.decoding.buffers import BlockBuffers
 from acceptmoe.decoding.cuda_graphs import CudaGraphs, Graph, GraphCapture
-from acceptmoe.decoding.forward import BlockForward, BlockOutput
+from acceptmoe.decoding.forward import BlockForward, BlockOutput, PassKind
 from acceptmoe.decoding.graph_pool import GraphPool, PassKey
 from acceptmoe.decoding.graph_shapes import load_graph_shapes, sizes_for
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.block_cache import BlockCache
+from acceptmoe.models.counters import RoutedLayer
 from acceptmoe.policies import RoutingPolicy
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
@@ -35,7 +36,9 @@ MAX_CACHES = 2  # of different capacity; each holds the keys and values of a who
 MAX_PASSES_PER_SIZE = 4
 TRACEABLE_EXPERTS = ("grouped_mm", "batched_mm")
 
-PassOutput = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
+# Logits, features, counts, and the tensors of each layer's `RoutedLayer`.
+RoutedTensors = tuple[Tensor | None, ...]
+PassOutput = tuple[Tensor, Tensor | None, tuple[Tensor, ...], tuple[RoutedTensors, ...]]
 
 
 class CompiledPass:
@@ -46,24 +49,21 @@ class CompiledPass:
         forward: BlockForward,
         cache: BlockCache,
         key: PassKey,
+        kind: PassKind,
         num_moves: int,
         backend: PassBackend,
         *,
-        is_restricted: bool,
+        keeps_layers: bool,
     ) -> None:
         self.buffers = BlockBuffers(key.num_rows, num_moves, forward.model.device)
 
         def run(inputs: Any, cache: BlockCache, slot_is_valid: Tensor) -> PassOutput:
-            output = forward(
-                inputs,
-                cache,
-                slot_is_valid,
-                is_restricted=is_restricted,
-                has_padding=is_restricted,
-            )
-            return output.logits, output.features, output.counts
+            output = forward(inputs, cache, slot_is_valid, kind, has_padding=True)
+            routed = tuple(map(routed_tensors, output.layers)) if keeps_layers else ()
+            return output.logits, output.features, output.counts, routed
 
         self._cache = cache
+        self._num_experts = forward.adapter.num_experts
         self._compiled: Callable[..., PassOutput] = torch.compile(
             _with_own_code(run), fullgraph=True, dynamic=False, backend=backend
         )
@@ -76,9 +76,13 @@ class CompiledPass:
     def replay(self) -> BlockOutput:
         """Run on what is in `buffers`; a captured pass overwrites its result with the next one."""
         if self._graph is None:
-            return BlockOutput(*self._run())
-        self._graph.replay()
-        return BlockOutput(*self._graph.output)
+            output = self._run()
+        else:
+            self._graph.replay()
+            output = self._graph.output
+        logits, features, counts, routed = output
+        layers = [RoutedLayer(self._num_experts, *tensors) for tensors in routed]  # type: ignore[arg-type]
+        return BlockOutput(logits, features, counts, self.buffers.inputs.rows(), layers)
 
     @property
     def num_bytes(self) -> int:
@@ -90,6 +94,11 @@ class CompiledPass:
 
     def _run(self) -> PassOutput:
         return self._compiled(self.buffers.inputs, self._cache, self._cache.slot_is_valid)
+
+
+def routed_tensors(layer: RoutedLayer) -> RoutedTensors:
+    """The fields of `layer` behind the number of experts."""
+    return (layer.natural_ids, layer.used_ids, layer.gates, layer.eligible)
 
 
 def _with_own_code(function: Callable[..., PassOutput]) -> Callable[..., PassOutput]:
@@ -112,6 +121,7 @@ class CompiledPasses:
     """The pool of a model's passes and its caches, by capacity.
 
     `num_moves` is the largest number of slots that a committed path moves: the nodes of a path.
+    With `keeps_layers` the passes give what every layer did, for an audit.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class CompiledPasses:
         policy: RoutingPolicy,
         backend: PassBackend,
         *,
+        keeps_layers: bool = False,
         graphs: GraphCapture | None = None,
     ) -> None:
         self.backend = backend
@@ -128,6 +139,7 @@ class CompiledPasses:
         self._sizes = sizes
         self._num_moves = num_moves
         self._policy = policy
+        self._keeps_layers = keeps_layers
         self._graphs = graphs
         self._caches: OrderedDict[int, BlockCache] = OrderedDict()
         self._model_state: object = None
@@ -157,6 +169,7 @@ class CompiledPasses:
     def run(
         self,
         forward: BlockForward,
+        kind: PassKind,
         tree: DraftTree,
         cache: BlockCache,
         prefix: Prefix,
@@ -169,9 +182,7 @@ class CompiledPasses:
             return None
         # Tensors made inside inference mode could not be written to outside it.
         with torch.inference_mode(False), torch.no_grad():
-            is_restricted = tree.num_nodes > 1
-            key = self._key(forward.model, cache, size, is_restricted=is_restricted)
-            made = self._get(key, forward, cache, tree, prefix, is_restricted=is_restricted)
+            made = self._get(size, forward, kind, tree, cache, prefix)
             made.buffers.fill(
                 tree,
                 prefix.length,
@@ -218,25 +229,24 @@ class CompiledPasses:
         vars(self).update(state, _caches=OrderedDict(), _model_state=None, _graphs=None)
         self._pool = self._empty_pool()
 
-    def _key(
-        self, model: PreTrainedModel, cache: BlockCache, size: int, *, is_restricted: bool
-    ) -> PassKey:
-        policy = f"{self._policy.name} {self._policy.params()}" if is_restricted else "natural step"
-        return PassKey(size, 1, cache.num_slots, model.dtype, policy)
-
     def _get(
         self,
-        key: PassKey,
+        size: int,
         forward: BlockForward,
-        cache: BlockCache,
+        kind: PassKind,
         tree: DraftTree,
+        cache: BlockCache,
         prefix: Prefix,
-        *,
-        is_restricted: bool,
     ) -> CompiledPass:
         def make(key: PassKey) -> CompiledPass:
             made = CompiledPass(
-                forward, cache, key, self._num_moves, self.backend, is_restricted=is_restricted
+                forward,
+                cache,
+                key,
+                kind,
+                self._num_moves,
+                self.backend,
+                keeps_layers=self._keeps_layers,
             )
             if self._graphs is not None:
                 # The warm-up writes where the block's rows will lie, and moves nothing.
@@ -246,6 +256,9 @@ class CompiledPasses:
                 made.capture(self._graphs)
             return made
 
+        restricted = kind is PassKind.RESTRICTED
+        policy = f"{self._policy.name} {self._policy.params()}" if restricted else kind.value
+        key = PassKey(size, 1, cache.num_slots, forward.model.dtype, policy)
         return self._pool.get(key, make)
 
     def _find_cache(self, model: PreTrainedModel, num_layers: int, num_needed: int) -> BlockCache:
@@ -294,6 +307,8 @@ def make_compiled_passes(
     compile: bool | str,
     num_nodes: int,
     max_depth: int,
+    *,
+    keeps_layers: bool,
 ) -> CompiledPasses | None:
     """What `wrap(..., compile=compile)` compiles with; None where it is False.
 
@@ -309,6 +324,7 @@ def make_compiled_passes(
         min(max_depth + 1, num_nodes),
         policy,
         backend,
+        keeps_layers=keeps_layers,
         graphs=CudaGraphs(model.device) if model.device.type == "cuda" else None,
     )
 

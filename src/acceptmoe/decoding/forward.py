@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -10,9 +11,26 @@ from transformers import Cache, PreTrainedModel
 from acceptmoe.decoding.buffers import BlockInputs
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.block_cache import BlockCache
-from acceptmoe.models.counters import count_pass
+from acceptmoe.models.counters import RoutedLayer, count_pass
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
+from acceptmoe.selection import BlockRows
+from acceptmoe.tree import DraftTree
+
+
+class PassKind(Enum):
+    """How the rows of a pass are routed."""
+
+    STEP = "step"  # an ordinary decoding step: naturally, and nothing is counted
+    NATURAL = "natural"
+    RESTRICTED = "restricted"
+
+    @classmethod
+    def of(cls, tree: DraftTree, *, is_natural: bool) -> PassKind:
+        """The kind of the pass over `tree`; its root alone is an ordinary step."""
+        if tree.num_nodes == 1:
+            return cls.STEP
+        return cls.NATURAL if is_natural else cls.RESTRICTED
 
 
 @dataclass(frozen=True)
@@ -20,13 +38,15 @@ class BlockOutput:
     """What a pass over T rows gives, padding included.
 
     `logits` [T, V], `features` [T, F] where the drafter feeds on them, `counts` the sums that
-    `RoutingCounters.add` takes, empty where the pass routed naturally because it is an ordinary
-    decoding step.
+    `RoutingCounters.add` takes. `rows` and `layers` are what was counted; an ordinary step has
+    none of the three.
     """
 
     logits: Tensor
     features: Tensor | None
-    counts: tuple[Tensor, ...]
+    counts: tuple[Tensor, ...] = ()
+    rows: BlockRows | None = None
+    layers: list[RoutedLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -47,20 +67,18 @@ class BlockForward:
         inputs: BlockInputs,
         cache: Cache,
         slot_is_valid: Tensor,
+        kind: PassKind,
         *,
-        is_restricted: bool,
         has_padding: bool,
     ) -> BlockOutput:
         """One pass; keys and values are written to `cache`.
 
-        `slot_is_valid` [C] bool says which cache slots are no padding of the prompt. Without
-        `is_restricted` every row routes naturally and nothing is counted.
+        `slot_is_valid` [C] bool says which cache slots are no padding of the prompt.
         """
-        num_prefix = inputs.num_prefix
         if isinstance(cache, BlockCache):
-            cache.begin_block(num_prefix, inputs.moves)
+            cache.begin_block(inputs.num_prefix, inputs.moves)
         masks = self.adapter.tree_masks(
-            inputs.ancestry, inputs.depths, num_prefix, slot_is_valid, self.model.dtype
+            inputs.ancestry, inputs.depths, inputs.num_prefix, slot_is_valid, self.model.dtype
         )
         keywords = {
             "input_ids": inputs.tokens[None],
@@ -71,15 +89,17 @@ class BlockForward:
             "output_router_logits": False,  # its loss cannot read a 4-D mask
             "return_dict": True,
         }
-        counts: tuple[Tensor, ...] = ()
-        with self.tap.recording():
-            if is_restricted:
-                rows = inputs.rows()
-                with self.patch.verifying(
-                    rows, is_counted=False, has_padding=has_padding
-                ) as layers:
-                    output = self.model(**keywords)
-                counts = count_pass(rows, layers)
-            else:
+        if kind is PassKind.STEP:
+            with self.tap.recording():
                 output = self.model(**keywords)
-        return BlockOutput(output.logits[0], self.tap.features, counts)
+            return BlockOutput(output.logits[0], self.tap.features)
+        rows = inputs.rows()
+        with self.tap.recording(), self.patch.verifying(
+            rows,
+            is_natural=kind is PassKind.NATURAL,
+            is_counted=False,
+            has_padding=has_padding,
+        ) as layers:
+            output = self.model(**keywords)
+        counts = count_pass(rows, layers)
+        return BlockOutput(output.logits[0], self.tap.features, counts, rows, layers)

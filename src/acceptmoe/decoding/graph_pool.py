@@ -21,7 +21,7 @@ class PassKey:
     """What a compiled or captured pass was made for; another value of any of these is another one.
 
     `num_rows` padding included; `num_slots` of the key-value cache; `policy` is its name and
-    settings, "natural" for ordinary decoding steps.
+    settings, "natural" where a restricted block is audited, "step" for ordinary decoding steps.
     """
 
     num_rows: int

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from acceptmoe.decoding.buffers import BlockBuffers
-from acceptmoe.decoding.forward import BlockForward, BlockOutput
+from acceptmoe.decoding.forward import BlockForward, BlockOutput, PassKind
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.block_cache import BlockCache
+from acceptmoe.models.counters import RoutedLayer
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import cache_capacity
 from acceptmoe.models.patching import RoutingPatch
+from acceptmoe.selection import BlockRows
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
 
@@ -43,10 +45,15 @@ class Prefix:
 
 @dataclass(frozen=True)
 class VerifiedBlock:
-    """Logits [T, V] after each node, and features [T, F] where the drafter feeds on them."""
+    """Logits [T, V] after each node, and features [T, F] where the drafter feeds on them.
+
+    `rows` and `layers` are how the block was routed; a root alone has none.
+    """
 
     logits: Tensor
     features: Tensor | None
+    rows: BlockRows | None = None
+    layers: list[RoutedLayer] = field(default_factory=list)
 
 
 class PassPool(Protocol):
@@ -55,6 +62,7 @@ class PassPool(Protocol):
     def run(
         self,
         forward: BlockForward,
+        kind: PassKind,
         tree: DraftTree,
         cache: BlockCache,
         prefix: Prefix,
@@ -80,38 +88,47 @@ class Verifier:
         self._pool = pool
         self._buffers: dict[int, BlockBuffers] = {}  # by rows
 
-    def verify(self, tree: DraftTree, cache: Cache, prefix: Prefix) -> VerifiedBlock:
+    def verify(
+        self,
+        tree: DraftTree,
+        cache: Cache,
+        prefix: Prefix,
+        *,
+        is_natural: bool = False,
+        is_counted: bool = True,
+    ) -> VerifiedBlock:
         """One forward over the tree's rows; their keys and values are appended to `cache`.
 
-        A tree that is its root alone is an ordinary decoding step and routes naturally. In a
+        A tree that is its root alone is an ordinary decoding step and routes naturally; with
+        `is_natural` every tree does. The routing counters get it unless `is_counted` is False. In a
         `BlockCache` the pass is a compiled one, if there is one large enough.
         """
+        kind = PassKind.of(tree, is_natural=is_natural)
         output = None
         if self._pool is not None and isinstance(cache, BlockCache):
-            output = self._pool.run(self._forward, tree, cache, prefix, self._table)
+            output = self._pool.run(self._forward, kind, tree, cache, prefix, self._table)
         if output is None:
-            output = self._run_eagerly(tree, cache, prefix)
-        if output.counts:
+            output = self._run_eagerly(kind, tree, cache, prefix)
+        if is_counted and output.counts:
             self._patch.counters.add(output.counts, len(self._adapter.layers))
-        features = output.features
         return VerifiedBlock(
             output.logits[: tree.num_nodes],
-            None if features is None else features[: tree.num_nodes],
+            None if output.features is None else output.features[: tree.num_nodes],
+            output.rows,
+            output.layers,
         )
 
-    def _run_eagerly(self, tree: DraftTree, cache: Cache, prefix: Prefix) -> BlockOutput:
+    def _run_eagerly(
+        self, kind: PassKind, tree: DraftTree, cache: Cache, prefix: Prefix
+    ) -> BlockOutput:
         """The pass without padding, by the model as it is."""
         num_rows = tree.num_nodes
         if num_rows not in self._buffers:
             self._buffers[num_rows] = BlockBuffers(num_rows, 0, self._model.device)
+        moves = cache.take_moves(0) if isinstance(cache, BlockCache) else ((), ())
         num_slots = cache_capacity(cache) or prefix.length + num_rows
         inputs = self._buffers[num_rows].fill(
-            tree, prefix.length, prefix.next_position, self._table
+            tree, prefix.length, prefix.next_position, self._table, moves
         )
-        return self._forward(
-            inputs,
-            cache,
-            prefix.slot_is_valid(num_slots),
-            is_restricted=num_rows > 1,
-            has_padding=False,
-        )
+        is_valid = prefix.slot_is_valid(num_slots)
+        return self._forward(inputs, cache, is_valid, kind, has_padding=False)

@@ -48,15 +48,23 @@ class RoutingPatch:
 
     @contextmanager
     def verifying(
-        self, rows: BlockRows, *, is_counted: bool = True, has_padding: bool = False
+        self,
+        rows: BlockRows,
+        *,
+        is_natural: bool = False,
+        is_counted: bool = True,
+        has_padding: bool = False,
     ) -> Iterator[list[RoutedLayer]]:
         """Route the forward inside, a verification block of these rows, under the policy.
 
-        What every layer did is in the list given. `has_padding` says that rows may be padding; they
-        are routed to the root's experts, so that they touch none that no real row uses.
+        Gives the list that the forward fills, one entry for each sparse layer. With `is_natural`
+        every row keeps its own experts, whatever the policy. `has_padding` says that rows may be
+        padding; they are routed to the root's experts, so that they touch none beyond.
         """
         layers: list[RoutedLayer] = []
-        self._local.block = _ActiveBlock(rows, layers, has_padding)
+        self._local.block = _ActiveBlock(
+            rows, layers, is_natural or self.policy.is_natural, has_padding
+        )
         try:
             yield layers
         finally:
@@ -74,6 +82,7 @@ class RoutingPatch:
 class _ActiveBlock:
     rows: BlockRows
     layers: list[RoutedLayer]
+    is_natural: bool
     has_padding: bool
 
 
@@ -99,7 +108,7 @@ class RouterHook:
         if active is None:
             return None
         num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
-        if self._patch.policy.is_natural:
+        if active.is_natural:
             active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
             return route_padding(output, active.rows) if active.has_padding else None
         scoring = self._patch.adapter.family.scoring

@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from acceptmoe.selection import RoutedBlock, Selection
+import torch
+from torch import Tensor
+
+from acceptmoe.selection import BlockRows, Combine, RoutedBlock, Selection, Sizing
+
+
+@dataclass(frozen=True)
+class FusedParams:
+    """A commitment-weighted policy as `acceptmoe::select_experts` takes it: one pass, all layers.
+
+    `row_weights` [T] fp32: how much each row's gates count in the demand. `is_anchor` [T] bool:
+    rows whose own experts stay eligible; the root's always do. `sizing` and `size_parameter`:
+    "effective-rank" times the parameter, or the "mass" of the others' demand to hold. `combine` as
+    in `Selection`.
+    """
+
+    row_weights: Tensor
+    is_anchor: Tensor
+    sizing: Sizing = "effective-rank"
+    size_parameter: float = 1.0
+    combine: Combine = "router"
+
+    def to(self, device: torch.device) -> FusedParams:
+        """The same parameters on another device (a model spread over several)."""
+        if self.row_weights.device == device:
+            return self
+        return replace(
+            self, row_weights=self.row_weights.to(device), is_anchor=self.is_anchor.to(device)
+        )
 
 
 class RoutingPolicy(ABC):
@@ -27,6 +56,13 @@ class RoutingPolicy(ABC):
     @abstractmethod
     def select(self, block: RoutedBlock) -> Selection:
         """The eligible experts of `block`; at least as many as a row is routed to."""
+
+    def fused_params(self, rows: BlockRows) -> FusedParams | None:
+        """What makes the fused op select as `select` does, or None where it cannot.
+
+        Computed once for a pass, whatever its number of layers.
+        """
+        return None
 
     def params(self) -> dict[str, Any]:
         """The policy's settings, for reports and tables."""
