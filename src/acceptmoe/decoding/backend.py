@@ -7,6 +7,7 @@ to a backend, before anything is lowered, so it needs no private part of Inducto
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,12 +48,41 @@ class PassBackend:
         self.num_linears_rewritten = 0
         self._linear = linear
 
+    def compile(self, function: Compiled) -> Compiled:
+        """`function` compiled as one graph for the shapes of its first call, by this backend.
+
+        Without Dynamo's guards: checking those of every module and parameter would take longer than
+        a small model's layer, in every step. So the result is right for as long as everything but
+        the values of tensors stays as it was; `CompiledPasses` checks that before each text.
+        """
+        return torch.compile(
+            _with_own_code(function),
+            fullgraph=True,
+            dynamic=False,
+            backend=self,
+            options={"guard_filter_fn": _no_guards},
+        )
+
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> Compiled:
         self.num_graphs += 1
         if self._linear is not None:
             self.num_linears_rewritten += rewrite_linears(module, self._linear)
         backend: Callable[..., Compiled] = lookup_backend(self.name)
         return backend(module, inputs)
+
+
+def _with_own_code(function: Compiled) -> Compiled:
+    """The same function with a code object of its own.
+
+    Dynamo keeps what it compiled by code object and stops compiling after a few results for one;
+    every pass is a result of its own, dropped with the pass.
+    """
+    code = function.__code__.replace()
+    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
+def _no_guards(guards: Sequence[Any]) -> list[bool]:
+    return [False] * len(guards)
 
 
 def rewrite_linears(module: fx.GraphModule, linear: Callable[..., Tensor]) -> int:

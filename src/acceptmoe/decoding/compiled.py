@@ -6,9 +6,8 @@ graph too. Prefills, and trees larger than every pass, run the model as it is.
 
 from __future__ import annotations
 
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +33,7 @@ from acceptmoe.tree import DraftTree
 MIN_SLOTS = 256
 MAX_CACHES = 2  # of different capacity; each holds the keys and values of a whole text
 MAX_PASSES_PER_SIZE = 4
-TRACEABLE_EXPERTS = ("grouped_mm", "batched_mm")
+TRACEABLE_EXPERTS = ("grouped_mm", "batched_mm", "acceptmoe")
 
 # Logits, features, counts, and the tensors of each layer's `RoutedLayer`.
 RoutedTensors = tuple[Tensor | None, ...]
@@ -64,9 +63,7 @@ class CompiledPass:
 
         self._cache = cache
         self._num_experts = forward.adapter.num_experts
-        self._compiled: Callable[..., PassOutput] = torch.compile(
-            _with_own_code(run), fullgraph=True, dynamic=False, backend=backend
-        )
+        self._compiled = backend.compile(run)
         self._graph: Graph[PassOutput] | None = None
 
     def capture(self, graphs: GraphCapture) -> None:
@@ -93,28 +90,15 @@ class CompiledPass:
             self._graph.reset()
 
     def _run(self) -> PassOutput:
-        return self._compiled(self.buffers.inputs, self._cache, self._cache.slot_is_valid)
+        output: PassOutput = self._compiled(
+            self.buffers.inputs, self._cache, self._cache.slot_is_valid
+        )
+        return output
 
 
 def routed_tensors(layer: RoutedLayer) -> RoutedTensors:
     """The fields of `layer` behind the number of experts."""
     return (layer.natural_ids, layer.used_ids, layer.gates, layer.eligible)
-
-
-def _with_own_code(function: Callable[..., PassOutput]) -> Callable[..., PassOutput]:
-    """The same function with a code object of its own.
-
-    Dynamo keeps what it compiled by code object and stops compiling after a few results for one;
-    every pass is a result of its own, dropped with the pass.
-    """
-    code = function.__code__.replace()
-    return types.FunctionType(
-        code,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
 
 
 class CompiledPasses:
@@ -289,7 +273,13 @@ def model_state(model: PreTrainedModel) -> object:
     """
     tensors = [*model.parameters(), *model.buffers()]
     modules = [
-        (module.training, tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
+        (
+            type(module),
+            vars(module).get("forward"),
+            module.training,
+            tuple(module._forward_hooks),
+            tuple(module._forward_pre_hooks),
+        )
         for module in model.modules()
     ]
     return (

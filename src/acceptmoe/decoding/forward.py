@@ -94,12 +94,15 @@ class BlockForward:
                 output = self.model(**keywords)
             return BlockOutput(output.logits[0], self.tap.features)
         rows = inputs.rows()
-        with self.tap.recording(), self.patch.verifying(
-            rows,
-            is_natural=kind is PassKind.NATURAL,
-            is_counted=False,
-            has_padding=has_padding,
-        ) as layers:
+        with (
+            self.tap.recording(),
+            self.patch.verifying(
+                rows,
+                is_natural=kind is PassKind.NATURAL,
+                is_counted=False,
+                has_padding=has_padding,
+            ) as layers,
+        ):
             output = self.model(**keywords)
         counts = count_pass(rows, layers)
         return BlockOutput(output.logits[0], self.tap.features, counts, rows, layers)

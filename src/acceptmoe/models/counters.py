@@ -63,8 +63,9 @@ class RoutingCounters:
         """Add what `count_pass` gave for a pass of `num_layers` sparse layers."""
         for count in counts:
             total = self._sums.get(count.device)
-            # A copy: a captured pass writes its next counts to the same place.
-            self._sums[count.device] = count.clone() if total is None else total.add_(count)
+            # Not in place: a captured pass writes its next counts to the same tensor, and sums
+            # begun in inference mode could not be added to outside it.
+            self._sums[count.device] = count.clone() if total is None else total + count
         self._num_counted += num_layers
 
     def read(self) -> RoutingCounts | None:
