@@ -23,9 +23,11 @@ from acceptmoe.decoding.audit import Auditor, check_audit
 from acceptmoe.decoding.compiled import make_compiled_passes
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
+from acceptmoe.decoding.online_table import OnlineCommitmentTable
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
+from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.errors import (
     InvalidArgumentError,
     TableError,
@@ -33,6 +35,7 @@ from acceptmoe.errors import (
     WrapStateError,
 )
 from acceptmoe.models.adapter import MoEAdapter, num_token_ids
+from acceptmoe.models.experts import ExpertsPatch, check_experts_name
 from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
 from acceptmoe.models.patching import self_check
 from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
@@ -53,9 +56,11 @@ def wrap(
     policy: RoutingPolicy | str | None = None,
     num_nodes: int = 32,
     max_depth: int = 5,
+    experts: str | None = None,
     compile: bool | str = False,
     audit: float = 0.0,
     max_kl: float | None = None,
+    guard: bool = False,
     allow_table_mismatch: bool = False,
 ) -> Model:
     """`model` itself, whose `generate` now decodes by speculative trees on few experts.
@@ -66,17 +71,23 @@ def wrap(
     Args:
         model: A supported mixture-of-experts causal language model of Transformers.
         table: The `CommitmentTable` of this target and drafter, its path, or a shipped table's
-            name. None is allowed where the policy reads none (`policy="natural"`).
+            name; an `OnlineCommitmentTable` goes on learning while it decodes. None is allowed
+            where the policy reads none (`policy="natural"`).
         drafter: "ngram" (prompt lookup, no weights), a causal language model with the target's
             vocabulary, a checkpoint folder, or any `Drafter`.
         policy: "accept" (the default: path-aware commitment), "accept-depth" (the rule of
-            arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
+            arXiv 2608.02989), "natural", "evict" or "utility" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
+        experts: None keeps Transformers' own computation of the experts; "acceptmoe" replaces it,
+            prefill included, by kernels that read each expert of the union once. They are compiled
+            at first use, need a C++ compiler on a CPU, and round differently: logits agree with the
+            model's own within 1e-4 in fp32.
         compile: Compile the verification passes with `torch.compile`, and on a GPU capture them as
             CUDA graphs. Each size of pass compiles when it is first needed, half a minute on a CPU.
             True takes Inductor; a name takes that backend of `torch.compile`. The experts must
-            trace: "grouped_mm" (Transformers' default) or "batched_mm".
+            trace: "grouped_mm" (Transformers' default), "batched_mm", or `experts="acceptmoe"`;
+            with that the dense layers become kernels of ours too where a CPU's own are slow.
         audit: Share of verification blocks that are run under natural routing too, from the same
             cache, to measure what the policy changes: `report()["audit"]`. The text never depends
             on it. 0.02 costs one further pass in fifty.
@@ -85,6 +96,9 @@ def wrap(
             above it, the model routes naturally until `model.acceptmoe.resume_policy()`, warns
             with `KLLimitWarning` and says so in the report. Under a natural policy the KL is 0
             and the limit never acts.
+        guard: Draft only while it pays, measured on the model's own steps, so that decoding is not
+            meaningfully slower than without drafts however bad the drafter is. `report()` has the
+            state, the reason and the rates. Steps without a draft route naturally.
         allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
             its table was not made for.
 
@@ -95,6 +109,7 @@ def wrap(
         InvalidArgumentError: A number or name is out of range.
         WrapStateError: The model is wrapped already.
         SelfCheckError: The routers could not be recomputed exactly.
+        KernelBuildError: `experts` asks for kernels that cannot be compiled here.
     """
     if isinstance(model, AcceptMoEMixin):
         raise WrapStateError(
@@ -102,7 +117,10 @@ def wrap(
         )
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
+    check_experts_name(experts)
     check_audit(audit, max_kl)
+    if not isinstance(guard, bool):
+        raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
     chosen_policy = load_policy(policy)
     chosen_drafter = load_drafter(drafter)
     chosen_drafter.check_target(model)
@@ -124,13 +142,21 @@ def wrap(
         compile,
         num_nodes,
         max_depth,
+        experts=experts,
         keeps_layers=audit > 0,
     )
     self_check(model, adapter)
+    experts_patch = None if experts is None else ExpertsPatch(adapter)
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth, passes
     )
+    session.use_experts(experts_patch)
+    if isinstance(chosen_drafter, Eagle3Drafter):
+        chosen_drafter.use_compiled_kernels(experts is not None)
     session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
+    session.guard = guard
+    if isinstance(chosen_table, OnlineCommitmentTable):
+        session.observers.append(chosen_table.observe)
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model

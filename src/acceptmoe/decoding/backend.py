@@ -129,6 +129,7 @@ def _is_suitable(node: fx.Node) -> bool:
         and matrix.dtype in LOW_PRECISION
         and state.dtype == matrix.dtype
         and matrix.device.type == "cpu"
+        and matrix.is_contiguous()
         and state.numel() <= MAX_LINEAR_ROWS * state.shape[-1]
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.block_cache import BlockCache
 from acceptmoe.models.counters import RoutedLayer
+from acceptmoe.ops.linear import is_faster_than_stock
 from acceptmoe.policies import RoutingPolicy
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
@@ -33,9 +35,12 @@ from acceptmoe.tree import DraftTree
 MIN_SLOTS = 256
 MAX_CACHES = 2  # of different capacity; each holds the keys and values of a whole text
 MAX_PASSES_PER_SIZE = 4
-TRACEABLE_EXPERTS = ("grouped_mm", "batched_mm", "acceptmoe")
+TRACEABLE_EXPERTS = ("grouped_mm", "batched_mm")
 
 # Logits, features, counts, and the tensors of each layer's `RoutedLayer`.
+ROUTED_FIELDS = tuple(
+    field.name for field in fields(RoutedLayer) if field.name not in ("num_experts", "rule")
+)
 RoutedTensors = tuple[Tensor | None, ...]
 PassOutput = tuple[Tensor, Tensor | None, tuple[Tensor, ...], tuple[RoutedTensors, ...]]
 
@@ -62,7 +67,7 @@ class CompiledPass:
             return output.logits, output.features, output.counts, routed
 
         self._cache = cache
-        self._num_experts = forward.adapter.num_experts
+        self._adapter = forward.adapter
         self._compiled = backend.compile(run)
         self._graph: Graph[PassOutput] | None = None
 
@@ -78,8 +83,8 @@ class CompiledPass:
             self._graph.replay()
             output = self._graph.output
         logits, features, counts, routed = output
-        layers = [RoutedLayer(self._num_experts, *tensors) for tensors in routed]  # type: ignore[arg-type]
-        return BlockOutput(logits, features, counts, self.buffers.inputs.rows(), layers)
+        rows, layers = self.buffers.inputs.rows(), routed_layers(self._adapter, routed)
+        return BlockOutput(logits, features, counts, rows, layers)
 
     @property
     def num_bytes(self) -> int:
@@ -97,8 +102,19 @@ class CompiledPass:
 
 
 def routed_tensors(layer: RoutedLayer) -> RoutedTensors:
-    """The fields of `layer` behind the number of experts."""
-    return (layer.natural_ids, layer.used_ids, layer.gates, layer.eligible)
+    """The tensors of `layer`, in the order of its fields."""
+    return tuple(getattr(layer, name) for name in ROUTED_FIELDS)
+
+
+def routed_layers(adapter: MoEAdapter, routed: tuple[RoutedTensors, ...]) -> list[RoutedLayer]:
+    """What `routed_tensors` gave, layer by layer, with what is no tensor and never changes."""
+    layers = []
+    for layer, tensors in zip(adapter.layers, routed, strict=False):
+        found: dict[str, Any] = dict(zip(ROUTED_FIELDS, tensors, strict=True))
+        if found["logits"] is not None:
+            found["rule"] = adapter.family.scoring.rule(layer.router)
+        layers.append(RoutedLayer(num_experts=adapter.num_experts, **found))
+    return layers
 
 
 class CompiledPasses:
@@ -298,6 +314,7 @@ def make_compiled_passes(
     num_nodes: int,
     max_depth: int,
     *,
+    experts: str | None,
     keeps_layers: bool,
 ) -> CompiledPasses | None:
     """What `wrap(..., compile=compile)` compiles with; None where it is False.
@@ -307,8 +324,11 @@ def make_compiled_passes(
     """
     if compile is False:
         return None
-    backend = PassBackend("inductor" if compile is True else check_backend(compile))
-    check_compilable(model, adapter)
+    name = "inductor" if compile is True else check_backend(compile)
+    check_compilable(model, adapter, experts)
+    weight: Any = model.get_output_embeddings().weight
+    uses_own_linear = experts is not None and is_faster_than_stock(weight)
+    backend = PassBackend(name, torch.ops.acceptmoe.linear.default if uses_own_linear else None)
     return CompiledPasses(
         sizes_for(num_nodes, load_graph_shapes()),
         min(max_depth + 1, num_nodes),
@@ -319,16 +339,20 @@ def make_compiled_passes(
     )
 
 
-def check_compilable(model: PreTrainedModel, adapter: MoEAdapter) -> None:
-    """Raise `InvalidArgumentError` unless the model's forward traces as one graph."""
+def check_compilable(model: PreTrainedModel, adapter: MoEAdapter, experts: str | None) -> None:
+    """Raise `InvalidArgumentError` unless the model's forward traces as one graph.
+
+    `experts` is that of `wrap`: our own op traces, whatever the model computes experts by itself.
+    """
     for layer in adapter.layers:
-        experts: Any = layer.experts
-        implementation = experts.config._experts_implementation
-        if implementation not in TRACEABLE_EXPERTS:
+        own: Any = layer.experts
+        implementation = own.config._experts_implementation
+        if experts is None and implementation not in TRACEABLE_EXPERTS:
             raise InvalidArgumentError(
                 f"compile is on and the experts of {layer.name} are computed by "
                 f"{implementation!r}, whose loop over experts cannot be compiled; call "
-                "model.set_experts_implementation('grouped_mm') first"
+                "model.set_experts_implementation('grouped_mm') first, or wrap with "
+                "experts='acceptmoe'"
             )
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -84,9 +85,11 @@ class Verifier:
         pool: PassPool | None = None,
     ) -> None:
         self._model, self._adapter, self._patch, self._table = model, adapter, patch, table
+        self._tap = tap
         self._forward = BlockForward(model, adapter, patch, tap)
         self._pool = pool
         self._buffers: dict[int, BlockBuffers] = {}  # by rows
+        self._has_padding: bool | None = None  # read once, when it is first asked for
 
     def verify(
         self,
@@ -123,6 +126,8 @@ class Verifier:
     ) -> BlockOutput:
         """The pass without padding, by the model as it is."""
         num_rows = tree.num_nodes
+        if kind is PassKind.STEP and not isinstance(cache, BlockCache):
+            return self._plain_step(tree.tokens[0], cache, prefix)
         if num_rows not in self._buffers:
             self._buffers[num_rows] = BlockBuffers(num_rows, 0, self._model.device)
         moves = cache.take_moves(0) if isinstance(cache, BlockCache) else ((), ())
@@ -132,3 +137,24 @@ class Verifier:
         )
         is_valid = prefix.slot_is_valid(num_slots)
         return self._forward(inputs, cache, is_valid, kind, has_padding=False)
+
+    def _plain_step(self, token: int, cache: Cache, prefix: Prefix) -> BlockOutput:
+        """An ordinary decoding step, with the model's own mask: none at all where it needs none.
+
+        An additive mask would make attention repeat keys and values for every query head.
+        """
+        if self._has_padding is None:
+            self._has_padding = not bool(prefix.is_valid.all())  # what comes later is no padding
+        mask = prefix.slot_is_valid(prefix.length + 1)[None] if self._has_padding else None
+        device = self._model.device
+        inputs = {
+            "input_ids": torch.tensor([[token]], device=device),
+            "attention_mask": mask,
+            "position_ids": torch.tensor([[prefix.next_position]], device=device),
+            self._adapter.cache_keyword: cache,
+            "use_cache": True,
+            "output_router_logits": False,  # its loss cannot read the mask of the whole text
+        }
+        with self._tap.recording():
+            output = self._model(**inputs, return_dict=True)
+        return BlockOutput(output.logits[0], self._tap.features)
