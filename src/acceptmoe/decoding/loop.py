@@ -35,7 +35,9 @@ def decode(
     """
     drafter, statistics, clock = DeferredDrafter(session.drafter), session.statistics, session.clock
     steering, auditor = session.begin_text(), session.auditor
-    verifier = Verifier(model, session.adapter, session.patch, session.tap, session.table)
+    verifier = Verifier(
+        model, session.adapter, session.patch, session.tap, session.table, session.compiled
+    )
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
     root = emitter.next_token(0)
@@ -46,7 +48,7 @@ def decode(
     drafter.start(prompt, root, first_features)
     while not is_finished:
         start = clock()
-        num_wanted = max_length - emitter.input_ids.shape[1]
+        num_wanted = max_length - emitter.length
         size, max_depth = draft_limits(session, steering, num_wanted, cache, prefix)
         tree = steering.prune(draft(session, drafter, root, size, max_depth))
         drafted = clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -72,13 +73,16 @@ class RoutingCounters:
 
     def add_pass(self, rows: BlockRows, layers: list[RoutedLayer]) -> None:
         """Count one finished pass over `rows`."""
-        devices = {routed.used_ids.device for routed in layers}
-        for device in devices:
-            here = [routed for routed in layers if routed.used_ids.device == device]
-            counts = _count(rows.to(device), here)
-            total = self._sums.get(device)
-            self._sums[device] = counts if total is None else total.add_(counts)
-        self._num_counted += len(layers)
+        self.add(count_pass(rows, layers), len(layers))
+
+    def add(self, counts: Sequence[Tensor], num_layers: int) -> None:
+        """Add what `count_pass` gave for a pass of `num_layers` sparse layers."""
+        for count in counts:
+            total = self._sums.get(count.device)
+            # Not in place: a captured pass writes its next counts to the same tensor, and sums
+            # begun in inference mode could not be added to outside it.
+            self._sums[count.device] = count.clone() if total is None else total + count
+        self._num_counted += num_layers
 
     def read(self) -> RoutingCounts | None:
         """The averages, or None before the first counted pass. Waits for the device."""
@@ -88,7 +92,7 @@ class RoutingCounters:
         return RoutingCounts(*(total / self._num_counted).tolist())
 
 
-def lost_shares(layers: list[RoutedLayer]) -> Tensor | None:
+def lost_shares(layers: Sequence[RoutedLayer]) -> Tensor | None:
     """[T] fp32: the share of a row's own routing weights that the eligible sets leave out.
 
     The mean over the sparse layers; None when nothing was restricted.
@@ -103,6 +107,15 @@ def lost_shares(layers: list[RoutedLayer]) -> Tensor | None:
     is_kept = eligible.gather(1, ids.flatten(1)).view_as(ids)
     lost = own.masked_fill(is_kept, 0.0).sum(dim=-1) / own.sum(dim=-1)
     return lost.mean(dim=0)
+
+
+def count_pass(rows: BlockRows, layers: Sequence[RoutedLayer]) -> tuple[Tensor, ...]:
+    """[5] fp64 for every device that has layers: the sums of `RoutingCounts`' fields over them."""
+    devices = dict.fromkeys(routed.used_ids.device for routed in layers)
+    return tuple(
+        _count(rows.to(device), [r for r in layers if r.used_ids.device == device])
+        for device in devices
+    )
 
 
 def _count(rows: BlockRows, layers: list[RoutedLayer]) -> Tensor:
