@@ -5,7 +5,8 @@
 An arm is the routing hook over the layers of one verification pass, with everything that a pass
 does for them: the policy's row weights, selection, routing and counting. Both arms get the same
 random logits and must give the same sets and experts before they are timed; they are timed in turn
-(A B A B ...), in microseconds a layer.
+(A B A B ...), in microseconds a layer. Time is that of one thread on the processor: the tensors are
+too small for a second one, and what other processes take in between does not count.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ def measure(num_rows: int, num_experts: int, policy: str, repeats: int) -> dict[
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for _ in range(repeats):
         for arm in ARMS:
-            start = time.perf_counter()
+            start = time.thread_time()
             block.run(arm)
-            times[arm].append((time.perf_counter() - start) * 1e6 / NUM_LAYERS)
+            times[arm].append((time.thread_time() - start) * 1e6 / NUM_LAYERS)
     ratios = [b / a for a, b in zip(*(times[arm] for arm in ARMS), strict=True)]
     row: dict[str, Any] = {"T": num_rows, "E": num_experts, "K": EXPERTS_PER_ROW, "policy": policy}
     for arm in ARMS:
@@ -124,16 +125,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--policy", default="accept")
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     sizes = [(rows, experts) for rows in (8, 32, 64) for experts in (64, 128, 256)]
     console = Console()
-    rows = [
-        measure(*size, arguments.policy, arguments.repeats)
-        for size in track(sizes, "Measuring", console=console)
-    ]
+    # Without a refreshing thread, which would take the interpreter's lock between operations.
+    progress = track(sizes, "Measuring", console=console, auto_refresh=False)
+    rows = [measure(*size, arguments.policy, arguments.repeats) for size in progress]
     show(rows, console)
     if arguments.out is not None:
         result = {"provenance": provenance(seed=SEED), "rows": rows}
