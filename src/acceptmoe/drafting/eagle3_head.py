@@ -200,7 +200,7 @@ class Eagle3Head(nn.Module):
         num_rotated = config.num_heads + config.num_kv_heads
         rotated = qkv[..., :num_rotated, :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rotated.split((config.num_heads, config.num_kv_heads), dim=-2)
+            q, k = rotated[..., : config.num_heads, :], rotated[..., config.num_heads :, :]
             q = F.rms_norm(q, self.q_norm.shape, self.q_norm, eps)
             rotated = torch.cat((q, F.rms_norm(k, self.k_norm.shape, self.k_norm, eps)), dim=-2)
         rotated = rotate(rotated, cos[..., None, :], sin[..., None, :])
