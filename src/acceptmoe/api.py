@@ -108,8 +108,8 @@ def wrap(
             needs_depths=chosen_policy.reads_depths,
             allow_mismatch=allow_table_mismatch,
         )
-    self_check(model, adapter)
     experts_patch = None if experts is None else ExpertsPatch(adapter)
+    self_check(model, adapter)
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
     )
