@@ -19,8 +19,10 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from acceptmoe.decoding.audit import Auditor, check_audit
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
+from acceptmoe.decoding.online_table import OnlineCommitmentTable
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
@@ -54,6 +56,9 @@ def wrap(
     num_nodes: int = 32,
     max_depth: int = 5,
     experts: str | None = None,
+    audit: float = 0.0,
+    max_kl: float | None = None,
+    guard: bool = False,
     allow_table_mismatch: bool = False,
 ) -> Model:
     """`model` itself, whose `generate` now decodes by speculative trees on few experts.
@@ -64,17 +69,29 @@ def wrap(
     Args:
         model: A supported mixture-of-experts causal language model of Transformers.
         table: The `CommitmentTable` of this target and drafter, its path, or a shipped table's
-            name. None is allowed where the policy reads none (`policy="natural"`).
+            name; an `OnlineCommitmentTable` goes on learning while it decodes. None is allowed
+            where the policy reads none (`policy="natural"`).
         drafter: "ngram" (prompt lookup, no weights), a causal language model with the target's
             vocabulary, a checkpoint folder, or any `Drafter`.
         policy: "accept" (the default: path-aware commitment), "accept-depth" (the rule of
-            arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
+            arXiv 2608.02989), "natural", "evict" or "utility" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
         experts: None keeps Transformers' own computation of the experts; "acceptmoe" replaces it,
             prefill included, by kernels that read each expert of the union once. They are compiled
             at first use, need a C++ compiler on a CPU, and round differently: logits agree with the
             model's own within 1e-4 in fp32.
+        audit: Share of verification blocks that are run under natural routing too, from the same
+            cache, to measure what the policy changes: `report()["audit"]`. The text never depends
+            on it. 0.02 costs one further pass in fifty.
+        max_kl: Limit in nats per token on the running KL(natural || constrained) of the audited
+            blocks; needs `audit`. Once the mean over the last 64 of them, and at least 16, is
+            above it, the model routes naturally until `model.acceptmoe.resume_policy()`, warns
+            with `KLLimitWarning` and says so in the report. Under a natural policy the KL is 0
+            and the limit never acts.
+        guard: Draft only while it pays, measured on the model's own steps, so that decoding is not
+            meaningfully slower than without drafts however bad the drafter is. `report()` has the
+            state, the reason and the rates. Steps without a draft route naturally.
         allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
             its table was not made for.
 
@@ -94,6 +111,9 @@ def wrap(
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
     check_experts_name(experts)
+    check_audit(audit, max_kl)
+    if not isinstance(guard, bool):
+        raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
     chosen_policy = load_policy(policy)
     chosen_drafter = load_drafter(drafter)
     chosen_drafter.check_target(model)
@@ -116,6 +136,10 @@ def wrap(
     session.use_experts(experts_patch)
     if isinstance(chosen_drafter, Eagle3Drafter):
         chosen_drafter.use_compiled_kernels(experts is not None)
+    session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
+    session.guard = guard
+    if isinstance(chosen_table, OnlineCommitmentTable):
+        session.observers.append(chosen_table.observe)
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model

@@ -4,21 +4,27 @@ Axes: T rows of the block (row 0 is the root), E experts, K experts per row. Eve
 tensors and returns tensors, reads nothing back to the host, and leaves padded rows out.
 
 The numbered steps are those of arXiv 2608.02989: natural top-k, commitment weights (a policy's
-business), demand, anchors, effective rank, eligible set, constrained routing (`models/scoring.py`,
-since it follows each family's own router), residency-aware pruning.
+business), demand, anchors, effective rank, eligible set, constrained routing (`routing.py`: it
+follows each family's own router), residency-aware pruning.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 # In fp32 exp(entropy) of n equal demands can land just above n, and ceil would make it n + 1.
 RANK_TOLERANCE = 1e-3
+# The mass of n equal demands out of m can land just below n / m, and one expert more would enter.
+MASS_TOLERANCE = 1e-6
+
+Sizing = Literal["effective-rank", "mass"]
+SIZINGS: tuple[Sizing, ...] = get_args(Sizing)
+Combine = Literal["router", "natural"]
+COMBINES: tuple[Combine, ...] = get_args(Combine)
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,20 @@ class RoutedBlock:
     natural_ids: Tensor
     rows: BlockRows
     resident: Tensor | None = None
+    _is_wanted: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def num_experts(self) -> int:
         return self.gates.shape[1]
 
-    @cached_property
+    @property
     def is_wanted(self) -> Tensor:
         """[T, E] bool: whether the expert is in the row's own top-k; False for padded rows."""
-        return routed_mask(self.natural_ids, self.rows.is_real, self.num_experts)
+        # Not a cached_property, whose lock (before Python 3.12) torch.compile cannot trace.
+        if self._is_wanted is None:
+            mask = routed_mask(self.natural_ids, self.rows.is_real, self.num_experts)
+            object.__setattr__(self, "_is_wanted", mask)
+        return cast(Tensor, self._is_wanted)
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,12 @@ class Selection:
 
     eligible: Tensor
     choice_bias: Tensor | None = None
-    combine: Literal["router", "natural"] = "router"
+    combine: Combine = "router"
+
+
+def best_first(values: Tensor, count: int) -> Tensor:
+    """Indices [..., count] of the largest `values` [..., N], the lower index first among equals."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def depth_counts(rows: BlockRows) -> Tensor:
@@ -104,8 +120,10 @@ def demand(block: RoutedBlock, weights: Tensor) -> Tensor:
     `weights` [T] fp32 says how much each row counts. Experts outside a row's natural top-k get
     nothing from it (formula 3).
     """
-    # A sum, not index_add_ and no product of matrices: the same order and precision everywhere.
-    return (block.gates * block.is_wanted * weights[:, None]).sum(dim=0)
+    # In fp64 the sum does not depend on the order of the rows, so that every implementation agrees
+    # on it and experts with equal demand tie exactly.
+    contributions = block.gates * block.is_wanted * weights[:, None]
+    return contributions.sum(dim=0, dtype=torch.float64).float()
 
 
 def anchors(block: RoutedBlock, is_anchor_row: Tensor | None = None) -> Tensor:
@@ -129,18 +147,37 @@ def effective_rank(mass: Tensor) -> Tensor:
     return entropy.exp()
 
 
-def select_eligible(expert_demand: Tensor, anchored: Tensor) -> Tensor:
+def select_eligible(expert_demand: Tensor, anchored: Tensor, scale: float = 1.0) -> Tensor:
     """[E] bool: the anchors and the n others in most demand, n their effective rank (formula 5).
 
-    `expert_demand` [E] fp32, `anchored` [E] bool. n never exceeds the experts with positive demand.
+    `expert_demand` [E] fp32, `anchored` [E] bool. `scale` multiplies the effective rank before it
+    is rounded up. n never exceeds the experts with positive demand.
     """
     rest = expert_demand.masked_fill(anchored, 0.0)
-    size = torch.ceil(effective_rank(rest) - RANK_TOLERANCE)
+    size = torch.ceil(scale * effective_rank(rest) - RANK_TOLERANCE)
     # Stable, so that the lower id wins a tie.
     ordered = torch.sort(rest, descending=True, stable=True)
     place = torch.arange(rest.shape[0], device=rest.device)
-    enters = (place < size) & (ordered.values > 0)
-    return torch.zeros_like(anchored).scatter_(0, ordered.indices, enters) | anchored
+    return anchored | _scatter(ordered.indices, (place < size) & (ordered.values > 0))
+
+
+def select_eligible_by_mass(expert_demand: Tensor, anchored: Tensor, share: float) -> Tensor:
+    """[E] bool: the anchors and the fewest others that hold `share` of the others' demand.
+
+    The others enter by descending demand; of equals the lower id is first. `expert_demand` [E]
+    fp32, `anchored` [E] bool, `share` in (0, 1] (met to within 1e-6). Experts without demand never
+    enter.
+    """
+    rest = expert_demand.masked_fill(anchored, 0.0)
+    ordered = torch.sort(rest, descending=True, stable=True)
+    masses = ordered.values.double()
+    before = masses.cumsum(0) - masses
+    enters = before < (share - MASS_TOLERANCE) * masses.sum()
+    return anchored | _scatter(ordered.indices, enters & (masses > 0))
+
+
+def _scatter(indices: Tensor, values: Tensor) -> Tensor:
+    return torch.zeros_like(values).scatter_(0, indices, values)
 
 
 def prune_nonresident(
@@ -193,10 +230,11 @@ def group_floor(
     num_experts = block.num_experts
     group_size = num_experts // num_groups
     root_choice = block.choice[0].view(num_groups, group_size)
-    best_two = root_choice.topk(min(2, group_size), dim=-1)
-    chosen_groups = best_two.values.sum(dim=-1).topk(groups_per_row).indices
+    best_two = best_first(root_choice, min(2, group_size))
+    group_scores = root_choice.gather(1, best_two).sum(dim=-1)
+    chosen_groups = best_first(group_scores, groups_per_row)
     in_groups = eligible.view(num_groups, group_size).clone()
-    in_groups[chosen_groups[:, None], best_two.indices[chosen_groups]] = True
+    in_groups[chosen_groups[:, None], best_two[chosen_groups]] = True
 
     num_eligible = in_groups.sum(dim=-1)
     is_choosable = num_eligible >= min(2, group_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from acceptmoe.decoding.audit import Auditor
 from acceptmoe.decoding.statistics import DecodingStatistics
+from acceptmoe.decoding.steering import Steering, guard_report
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
@@ -18,6 +21,7 @@ from acceptmoe.models.experts import ExpertsPatch
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
 from acceptmoe.policies import RoutingPolicy
+from acceptmoe.policies.history import StepHistory
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
 
@@ -29,7 +33,8 @@ class Session:
     """One wrapped model: its policy, table and drafter, the hooks, the counts.
 
     `observers` are called after every verification block with the tree and the committed nodes.
-    One `generate` at a time is let in (`exclusive`); the drafter is its alone.
+    One `generate` at a time is let in (`exclusive`); the drafter is its alone. With `guard` drafts
+    are made only while they pay; `history`, what steps cost and yield, outlives a `generate`.
     """
 
     adapter: MoEAdapter
@@ -42,6 +47,11 @@ class Session:
     tap: FeatureTap
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
+    auditor: Auditor = field(default_factory=Auditor)
+    guard: bool = False
+    history: StepHistory = field(default_factory=StepHistory)
+    clock: Callable[[], float] = time.perf_counter  # seconds; tests bring their own
+    _steering: Steering | None = None  # of the latest `generate`
     experts_patch: ExpertsPatch | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
@@ -76,17 +86,30 @@ class Session:
         Raises `WrapStateError` when this thread is inside `generate` itself: a streamer, processor
         or criterion called back, and waiting would never end.
         """
+        with self.reserved(what):
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
+
+    @contextmanager
+    def reserved(self, what: str) -> Iterator[None]:
+        """Like `exclusive`, but this thread may call `generate` inside, as often as it likes."""
         with self._lock:
             if self._is_busy:
                 raise WrapStateError(
                     f"{what} was called from inside a running generate of the same model; "
                     "call it after that has returned"
                 )
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
+            yield
+
+    def begin_text(self) -> Steering:
+        """The decisions of one `generate` about its drafts, which begin anew with it."""
+        self._steering = Steering(
+            self.policy, self.table, self.num_nodes, self.history, guard=self.guard
+        )
+        return self._steering
 
     def detach(self) -> None:
         """Take every hook off the model."""
@@ -96,9 +119,23 @@ class Session:
             self.experts_patch.detach()
 
     def reset_statistics(self) -> None:
-        """Begin counting anew."""
+        """Begin counting anew.
+
+        Which blocks are audited, the running KL behind `max_kl` and a tripped limit are no
+        statistics: they go on as they were.
+        """
         self.statistics = DecodingStatistics()
+        self.history.num_guarded_steps = 0
         self.patch.reset_counters()
+        self.auditor.reset_statistics()
+
+    def resume_policy(self) -> None:
+        """Restrict again after `max_kl` has switched to natural routing.
+
+        The running KL begins anew, so the limit can trip again. Where it has not tripped, the
+        running KL is forgotten and nothing else changes.
+        """
+        self.auditor.resume()
 
     def report(self) -> dict[str, Any]:
         """What has been counted since `wrap` or `reset_statistics`; reads the device once."""
@@ -115,6 +152,8 @@ class Session:
             "num_sparse_layers": len(self.adapter.layers),
             **self.statistics.read(),
             **routing,
+            "audit": self.auditor.report(),
+            **guard_report(None if self._steering is None else self._steering.gate, self.history),
         }
 
     def __repr__(self) -> str:

@@ -1,22 +1,20 @@
-"""How routers turn logits into experts and weights: three kinds cover the supported families.
+"""Which rule of `routing.py` a family's router follows, read off the router module itself.
 
-Axes: T rows, E experts, K experts per row. A scoring kind reads a router's own output and routes
-again inside an eligible set. With everything eligible it must give the router's own result bit for
-bit, so each method uses the same operations in the same order and dtypes as Transformers does;
-`patching.self_check` holds it to that on every wrapped model.
+Axes: T rows, E experts, K experts per row. `patching.self_check` holds every wrapped model to it:
+with everything eligible the rule must give the router's own result bit for bit.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from acceptmoe.selection import RoutedBlock, group_floor
+from acceptmoe import routing
+from acceptmoe.routing import NaturalRouting, RoutingRule
+from acceptmoe.selection import Combine, RoutedBlock
 
-Combine = Literal["router", "natural"]
 RouterOutput = tuple[Tensor, ...]  # logits [T, E], weights [T, K], ids [T, K], and more in places
 
 
@@ -26,14 +24,21 @@ class Scoring(ABC):
     name: str
 
     @abstractmethod
+    def rule(self, router: nn.Module) -> RoutingRule:
+        """The rule with this router's numbers."""
+
+    def correction_bias(self, router: nn.Module) -> Tensor | None:
+        """[E]: what the router adds to its scores for the choice, where it does."""
+        return None
+
     def gates(self, router: nn.Module, logits: Tensor) -> Tensor:
         """[T, E] fp32 scores that sum to 1 over the experts."""
+        return routing.gates(self.rule(router), logits)
 
-    @abstractmethod
     def choice(self, router: nn.Module, logits: Tensor) -> Tensor:
         """[T, E]: what the router ranks, in the scale in which a `choice_bias` is added."""
+        return routing.choice(self.rule(router), logits, self.correction_bias(router))
 
-    @abstractmethod
     def route(
         self,
         router: nn.Module,
@@ -47,63 +52,38 @@ class Scoring(ABC):
 
         `gates`, where the caller has them already, spare computing them again.
         """
+        return routing.route(
+            self.rule(router),
+            NaturalRouting(*output[:3]),
+            is_eligible,
+            correction_bias=self.correction_bias(router),
+            choice_bias=choice_bias,
+            combine=combine,
+            known_gates=gates,
+        )
+
+    def needs_completion(self, router: nn.Module) -> bool:
+        """Whether `complete` may change anything for this router."""
+        return self.rule(router).is_group_limited
 
     def complete(
         self, router: nn.Module, block: RoutedBlock, eligible: Tensor, expert_demand: Tensor
     ) -> Tensor:
         """`eligible` [E] plus what this kind of router needs to stay inside it."""
-        return eligible
-
-    def needs_completion(self, router: nn.Module) -> bool:
-        """Whether `complete` may change anything for this router."""
-        return False
-
-
-def _rank_offset(values: Tensor, bias: Tensor | None) -> Tensor:
-    return values if bias is None else values + bias.to(values.dtype)
+        return routing.complete_groups(self.rule(router), block, eligible, expert_demand)
 
 
 class SoftmaxTopK(Scoring):
-    """Softmax over all experts, then top-k; weights renormalised or not.
-
-    The scores are masked, not the logits: where a router does not renormalise (OLMoE), a softmax
-    over the eligible experts alone would inflate the weights that remain.
-    """
+    """Softmax over all experts, then top-k; weights renormalised or not."""
 
     name = "softmax_topk"
 
     def __init__(self, renormalize: bool | None = None) -> None:
         self.renormalize = renormalize  # None: the router's own `norm_topk_prob`
 
-    def gates(self, router: nn.Module, logits: Tensor) -> Tensor:
-        return torch.softmax(logits, dim=-1, dtype=torch.float32)
-
-    def choice(self, router: nn.Module, logits: Tensor) -> Tensor:
-        return logits
-
-    def route(
-        self,
-        router: Any,
-        output: RouterOutput,
-        is_eligible: Tensor,
-        choice_bias: Tensor | None = None,
-        combine: Combine = "router",
-        gates: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        logits, natural_weights, natural_ids = output[:3]
-        scores = self.gates(router, logits) if gates is None else gates
-        if choice_bias is None:
-            # Scores are positive, so -1 ranks below every eligible one, also an underflowed 0.
-            weights, ids = scores.masked_fill(~is_eligible, -1.0).topk(router.top_k, dim=-1)
-        else:
-            ranked = _rank_offset(logits.float(), choice_bias).masked_fill(~is_eligible, -torch.inf)
-            ids = ranked.topk(router.top_k, dim=-1).indices
-            weights = scores.gather(1, ids)
+    def rule(self, router: Any) -> RoutingRule:
         renormalize = router.norm_topk_prob if self.renormalize is None else self.renormalize
-        if renormalize:
-            kept = weights if combine == "router" else scores.gather(1, natural_ids)
-            weights = weights / kept.sum(dim=-1, keepdim=True)
-        return weights.to(natural_weights.dtype), ids
+        return RoutingRule("softmax_topk", router.top_k, bool(renormalize))
 
 
 class TopKSoftmax(Scoring):
@@ -111,85 +91,25 @@ class TopKSoftmax(Scoring):
 
     name = "topk_softmax"
 
-    def gates(self, router: nn.Module, logits: Tensor) -> Tensor:
-        return torch.softmax(logits, dim=-1, dtype=torch.float32)
-
-    def choice(self, router: nn.Module, logits: Tensor) -> Tensor:
-        return logits
-
-    def route(
-        self,
-        router: Any,
-        output: RouterOutput,
-        is_eligible: Tensor,
-        choice_bias: Tensor | None = None,
-        combine: Combine = "router",
-        gates: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        logits, natural_weights, natural_ids = output[:3]
-        ranked = _rank_offset(logits, choice_bias).masked_fill(~is_eligible, -torch.inf)
-        values, ids = ranked.topk(router.top_k, dim=-1)
-        if choice_bias is not None:
-            values = logits.gather(1, ids)
-        if combine == "router":
-            weights = torch.softmax(values, dim=-1, dtype=values.dtype)
-        else:
-            natural_values = logits.gather(1, natural_ids).float()
-            weights = torch.exp(values.float() - natural_values.logsumexp(dim=-1, keepdim=True))
-        return weights.to(natural_weights.dtype), ids
+    def rule(self, router: Any) -> RoutingRule:
+        return RoutingRule("topk_softmax", router.top_k)
 
 
 class SigmoidBiasGroup(Scoring):
     """Sigmoid scores, a bias for the choice only, groups first, then top-k (DeepSeek-V3)."""
 
     name = "sigmoid_bias_group"
-    epsilon = 1e-20  # Transformers adds it to the denominator of the kept weights
 
-    def gates(self, router: nn.Module, logits: Tensor) -> Tensor:
-        scores = logits.float().sigmoid()
-        return scores / scores.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
-
-    def choice(self, router: Any, logits: Tensor) -> Tensor:
-        choice: Tensor = logits.sigmoid() + router.e_score_correction_bias
-        return choice
-
-    def route(
-        self,
-        router: Any,
-        output: RouterOutput,
-        is_eligible: Tensor,
-        choice_bias: Tensor | None = None,
-        combine: Combine = "router",
-        gates: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        logits, natural_weights, natural_ids = output[:3]
-        scores = logits.sigmoid()
-        ranked = _rank_offset(scores + router.e_score_correction_bias, choice_bias)
-        ranked = ranked.masked_fill(~is_eligible, -torch.inf)
-        in_groups = ranked.view(ranked.shape[0], router.num_group, -1)
-        group_scores = in_groups.topk(2, dim=-1).values.sum(dim=-1)
-        chosen = group_scores.topk(router.topk_group, dim=-1, sorted=False).indices
-        is_in_group = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
-        ranked = in_groups.masked_fill(~is_in_group[..., None], -torch.inf).view_as(ranked)
-        ids = ranked.topk(router.top_k, dim=-1, sorted=False).indices
-        weights = scores.gather(1, ids)
-        if router.norm_topk_prob:
-            kept = weights if combine == "router" else scores.gather(1, natural_ids)
-            weights = weights / (kept.sum(dim=-1, keepdim=True) + self.epsilon)
-        weights = weights * router.routed_scaling_factor
-        return weights.to(natural_weights.dtype), ids
-
-    def needs_completion(self, router: Any) -> bool:
-        return bool(router.topk_group < router.num_group)
-
-    def complete(
-        self, router: Any, block: RoutedBlock, eligible: Tensor, expert_demand: Tensor
-    ) -> Tensor:
-        return group_floor(
-            block,
-            eligible,
-            expert_demand,
-            num_groups=router.num_group,
-            groups_per_row=router.topk_group,
-            min_group_experts=-(-router.top_k // router.topk_group),
+    def rule(self, router: Any) -> RoutingRule:
+        return RoutingRule(
+            "sigmoid_bias_group",
+            router.top_k,
+            bool(router.norm_topk_prob),
+            float(router.routed_scaling_factor),
+            int(router.num_group),
+            int(router.topk_group),
         )
+
+    def correction_bias(self, router: Any) -> Tensor:
+        bias: Tensor = router.e_score_correction_bias
+        return bias

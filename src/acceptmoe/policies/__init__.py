@@ -7,11 +7,14 @@ import inspect
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.accept import AcceptPolicy
 from acceptmoe.policies.accept_depth import AcceptDepthPolicy
+from acceptmoe.policies.evict import EvictPolicy
 from acceptmoe.policies.lynx import LynxPolicy
 from acceptmoe.policies.moe_spec import MoeSpecPolicy
 from acceptmoe.policies.natural import NaturalPolicy
 from acceptmoe.policies.oea import OEAPolicy
-from acceptmoe.policies.policy import RoutingPolicy
+from acceptmoe.policies.policy import FusedParams, RoutingPolicy
+from acceptmoe.policies.s2 import S2Policy
+from acceptmoe.policies.utility import UtilityPolicy
 from acceptmoe.policies.xshare import XSharePolicy
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
@@ -20,10 +23,13 @@ POLICIES: dict[str, type[RoutingPolicy]] = {
         AcceptPolicy,
         AcceptDepthPolicy,
         NaturalPolicy,
+        EvictPolicy,
+        UtilityPolicy,
         MoeSpecPolicy,
         XSharePolicy,
         OEAPolicy,
         LynxPolicy,
+        S2Policy,
     )
 }
 DEFAULT_POLICY = AcceptPolicy.name
@@ -34,7 +40,7 @@ EXAMPLES = {"budget": "16", "size": "16", "top": "2", "drop": "0.25"}
 def load_policy(spec: str | RoutingPolicy | None) -> RoutingPolicy:
     """The policy itself, one by its name, or the default for None.
 
-    A name may carry settings: "accept:exponent=1.0", "moe-spec:budget=16".
+    A name may carry settings: "accept:exponent=1.0,sizing=mass,size=0.9", "moe-spec:budget=16".
 
     Raises `InvalidArgumentError` for an unknown name, an unknown setting, or a bad value.
     """
@@ -73,10 +79,10 @@ def _parameters(kind: type[RoutingPolicy]) -> dict[str, object]:
     return {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
-def _parse_settings(text: str, kind: type[RoutingPolicy]) -> dict[str, float]:
-    """The settings behind the colon of "name:key=value,key=value", as numbers."""
+def _parse_settings(text: str, kind: type[RoutingPolicy]) -> dict[str, float | str]:
+    """The settings behind the colon of "name:key=value,key=value": numbers, or named choices."""
     known = _parameters(kind)
-    settings: dict[str, float] = {}
+    settings: dict[str, float | str] = {}
     for part in filter(None, text.partition(":")[2].split(",")):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in known:
@@ -84,6 +90,9 @@ def _parse_settings(text: str, kind: type[RoutingPolicy]) -> dict[str, float]:
             raise InvalidArgumentError(
                 f"policy {text!r} sets {key!r}; the settings of {kind.name!r} are: {allowed}"
             )
+        if isinstance(known[key], str):
+            settings[key] = value  # the policy knows its choices
+            continue
         try:
             settings[key] = int(value) if value.lstrip("+-").isdigit() else float(value)
         except ValueError:
@@ -98,11 +107,15 @@ __all__ = [
     "POLICIES",
     "AcceptDepthPolicy",
     "AcceptPolicy",
+    "EvictPolicy",
+    "FusedParams",
     "LynxPolicy",
     "MoeSpecPolicy",
     "NaturalPolicy",
     "OEAPolicy",
     "RoutingPolicy",
+    "S2Policy",
+    "UtilityPolicy",
     "XSharePolicy",
     "load_policy",
 ]

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from acceptmoe.policies.policy import RoutingPolicy
-from acceptmoe.policies.weighted import check_exponent, select_by_weight
-from acceptmoe.selection import RoutedBlock, Selection
+from acceptmoe.policies.policy import FusedParams, RoutingPolicy
+from acceptmoe.policies.weighted import (
+    check_choice,
+    check_exponent,
+    check_number,
+    check_size,
+    select_by_weight,
+)
+from acceptmoe.selection import (
+    COMBINES,
+    SIZINGS,
+    BlockRows,
+    Combine,
+    RoutedBlock,
+    Selection,
+    Sizing,
+)
 
 
 class AcceptPolicy(RoutingPolicy):
@@ -19,16 +33,60 @@ class AcceptPolicy(RoutingPolicy):
 
     With exponent 1, the default, a row counts by its probability itself, so that demand is the gate
     mass expected to matter. Smaller exponents keep more experts for unlikely rows.
+
+    Rows whose probability is above `anchor_above` keep their own experts, as the root does; at 1
+    only the root does. `sizing` says how many further experts are eligible: "effective-rank", the
+    paper's measure times `size`, or "mass", the fewest that hold the share `size` of the demand
+    outside the anchors. `combine` is that of `Selection`.
     """
 
     name = "accept"
     reads_paths = True
 
-    def __init__(self, exponent: float = 1.0) -> None:
+    def __init__(
+        self,
+        exponent: float = 1.0,
+        anchor_above: float = 1.0,
+        sizing: Sizing = "effective-rank",
+        size: float = 1.0,
+        combine: Combine = "router",
+    ) -> None:
+        check_choice("sizing", sizing, SIZINGS)
+        check_choice("combine", combine, COMBINES)
         self.exponent = check_exponent("exponent", exponent)
+        self.anchor_above = check_number(
+            "anchor_above", anchor_above, 0, 1, "a probability; 1 anchors the root alone"
+        )
+        self.sizing: Sizing = sizing
+        self.size = check_size(sizing, size)
+        self.combine: Combine = combine
 
     def select(self, block: RoutedBlock) -> Selection:
-        return select_by_weight(block, block.rows.path_commitment**self.exponent)
+        commitment = block.rows.path_commitment
+        return select_by_weight(
+            block,
+            commitment**self.exponent,
+            commitment > self.anchor_above if self.anchor_above < 1 else None,
+            sizing=self.sizing,
+            size=self.size,
+            combine=self.combine,
+        )
+
+    def fused_params(self, rows: BlockRows) -> FusedParams:
+        commitment = rows.path_commitment
+        return FusedParams(
+            row_weights=commitment**self.exponent,
+            is_anchor=commitment > self.anchor_above,
+            sizing=self.sizing,
+            size_parameter=self.size,
+            combine=self.combine,
+        )
 
     def params(self) -> dict[str, Any]:
-        return {"exponent": self.exponent}
+        return {
+            "exponent": self.exponent,
+            "anchor_above": self.anchor_above,
+            "sizing": self.sizing,
+            "size": self.size,
+            "combine": self.combine,
+        }

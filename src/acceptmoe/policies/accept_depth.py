@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from acceptmoe.policies.policy import RoutingPolicy
+import torch
+from torch import Tensor
+
+from acceptmoe.policies.policy import FusedParams, RoutingPolicy
 from acceptmoe.policies.weighted import check_exponent, select_by_weight
-from acceptmoe.selection import RoutedBlock, Selection, depth_counts
+from acceptmoe.selection import BlockRows, RoutedBlock, Selection, depth_counts
 
 
 class AcceptDepthPolicy(RoutingPolicy):
@@ -23,9 +26,13 @@ class AcceptDepthPolicy(RoutingPolicy):
         self.beta = check_exponent("beta", beta)
 
     def select(self, block: RoutedBlock) -> Selection:
-        rows = block.rows
-        weights = rows.depth_commitment**self.beta * depth_counts(rows).clamp_min(1).rsqrt()
-        return select_by_weight(block, weights)
+        return select_by_weight(block, self._row_weights(block.rows))
+
+    def fused_params(self, rows: BlockRows) -> FusedParams:
+        return FusedParams(self._row_weights(rows), torch.zeros_like(rows.is_real))
+
+    def _row_weights(self, rows: BlockRows) -> Tensor:
+        return rows.depth_commitment**self.beta * depth_counts(rows).clamp_min(1).rsqrt()
 
     def params(self) -> dict[str, Any]:
         return {"beta": self.beta}

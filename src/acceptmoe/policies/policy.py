@@ -3,22 +3,57 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from acceptmoe.selection import RoutedBlock, Selection
+import torch
+from torch import Tensor
+
+from acceptmoe.policies.drafts import StepPolicy, TreePolicy
+from acceptmoe.policies.history import StepHistory
+from acceptmoe.selection import BlockRows, Combine, RoutedBlock, Selection, Sizing
+from acceptmoe.table import CommitmentTable
+
+
+@dataclass(frozen=True)
+class FusedParams:
+    """A commitment-weighted policy as `acceptmoe::select_experts` takes it: one pass, all layers.
+
+    `row_weights` [T] fp32: how much each row's gates count in the demand. `is_anchor` [T] bool:
+    rows whose own experts stay eligible; the root's always do. `sizing` and `size_parameter`:
+    "effective-rank" times the parameter, or the "mass" of the others' demand to hold. `combine` as
+    in `Selection`.
+    """
+
+    row_weights: Tensor
+    is_anchor: Tensor
+    sizing: Sizing = "effective-rank"
+    size_parameter: float = 1.0
+    combine: Combine = "router"
+
+    def to(self, device: torch.device) -> FusedParams:
+        """The same parameters on another device (a model spread over several)."""
+        if self.row_weights.device == device:
+            return self
+        return replace(
+            self, row_weights=self.row_weights.to(device), is_anchor=self.is_anchor.to(device)
+        )
 
 
 class RoutingPolicy(ABC):
     """Chooses the experts that one layer may use for one verification block.
 
     `select` is pure and deterministic, reads nothing back to the host and leaves padded rows out.
-    The class variables say what a policy needs from a `CommitmentTable`.
+    The class variables say what a policy needs from a `CommitmentTable`. What a policy decides
+    outside the layers, the drafts, is in the objects of `tree_policy` and `step_policy`; they may
+    keep state, since every `generate` asks for new ones.
     """
 
     name: ClassVar[str]
     is_natural: ClassVar[bool] = False  # every row keeps the router's own experts
     reads_depths: ClassVar[bool] = False  # uses `depth_commitment`
     reads_paths: ClassVar[bool] = False  # uses `path_commitment`
+    uses_table: ClassVar[bool] = False  # is better with a table, and does without
 
     @property
     def reads_table(self) -> bool:
@@ -28,6 +63,21 @@ class RoutingPolicy(ABC):
     def select(self, block: RoutedBlock) -> Selection:
         """The eligible experts of `block`; at least as many as a row is routed to."""
 
+    def fused_params(self, rows: BlockRows) -> FusedParams | None:
+        """What makes the fused op select as `select` does, or None where it cannot.
+
+        Computed once for a pass, whatever its number of layers.
+        """
+        return None
+
     def params(self) -> dict[str, Any]:
         """The policy's settings, for reports and tables."""
         return {}
+
+    def tree_policy(self, history: StepHistory, table: CommitmentTable | None) -> TreePolicy | None:
+        """What prunes the drafts of one `generate`; None keeps them whole."""
+        return None
+
+    def step_policy(self, num_nodes: int) -> StepPolicy | None:
+        """What sizes the drafts of one `generate`, up to `num_nodes`; None always asks for all."""
+        return None
