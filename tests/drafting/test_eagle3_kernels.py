@@ -70,11 +70,12 @@ def test_trees_have_the_same_probabilities_within_rounding(folder: Path) -> None
         drafter.start(prompt, 3, features)
         # The root's children: further down, near-ties of a random head may fall either way.
         trees.append(drafter.propose(9, 1))
-    stock, compiled = trees
-    probabilities = dict(zip(stock.tokens, stock.path_probabilities, strict=True))
-    shared = set(stock.tokens) & set(compiled.tokens)
-    assert len(shared) >= 7  # of nine; the last ones may be near-ties too
-    for token, probability in zip(compiled.tokens, compiled.path_probabilities, strict=True):
-        if token in shared:
-            # bfloat16 keeps 8 bits, through two layers of products.
-            assert probability == pytest.approx(probabilities[token], rel=0.1)
+    # Node 0 is the root.
+    stock, compiled = (
+        dict(zip(tree.tokens[1:], tree.path_probabilities[1:], strict=True)) for tree in trees
+    )
+    shared = stock.keys() & compiled.keys()
+    assert len(shared) >= 6  # of eight; the last ones may be near-ties too
+    for token in shared:
+        # bfloat16 keeps 8 bits, through two layers of products.
+        assert compiled[token] == pytest.approx(stock[token], rel=0.1)
