@@ -20,12 +20,14 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from acceptmoe.decoding.audit import Auditor, check_audit
+from acceptmoe.decoding.compiled import make_compiled_passes
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.online_table import OnlineCommitmentTable
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
+from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.errors import (
     InvalidArgumentError,
     TableError,
@@ -33,6 +35,7 @@ from acceptmoe.errors import (
     WrapStateError,
 )
 from acceptmoe.models.adapter import MoEAdapter, num_token_ids
+from acceptmoe.models.experts import ExpertsPatch, check_experts_name
 from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
 from acceptmoe.models.patching import self_check
 from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
@@ -53,6 +56,8 @@ def wrap(
     policy: RoutingPolicy | str | None = None,
     num_nodes: int = 32,
     max_depth: int = 5,
+    experts: str | None = None,
+    compile: bool | str = False,
     audit: float = 0.0,
     max_kl: float | None = None,
     guard: bool = False,
@@ -74,6 +79,15 @@ def wrap(
             arXiv 2608.02989), "natural", "evict" or "utility" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
+        experts: None keeps Transformers' own computation of the experts; "acceptmoe" replaces it,
+            prefill included, by kernels that read each expert of the union once. They are compiled
+            at first use, need a C++ compiler on a CPU, and round differently: logits agree with the
+            model's own within 1e-4 in fp32.
+        compile: Compile the verification passes with `torch.compile`, and on a GPU capture them as
+            CUDA graphs. Each size of pass compiles when it is first needed, half a minute on a CPU.
+            True takes Inductor; a name takes that backend of `torch.compile`. The experts must
+            trace: "grouped_mm" (Transformers' default), "batched_mm", or `experts="acceptmoe"`;
+            with that the dense layers become kernels of ours too where a CPU's own are slow.
         audit: Share of verification blocks that are run under natural routing too, from the same
             cache, to measure what the policy changes: `report()["audit"]`. The text never depends
             on it. 0.02 costs one further pass in fifty.
@@ -95,6 +109,7 @@ def wrap(
         InvalidArgumentError: A number or name is out of range.
         WrapStateError: The model is wrapped already.
         SelfCheckError: The routers could not be recomputed exactly.
+        KernelBuildError: `experts` asks for kernels that cannot be compiled here.
     """
     if isinstance(model, AcceptMoEMixin):
         raise WrapStateError(
@@ -102,6 +117,7 @@ def wrap(
         )
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
+    check_experts_name(experts)
     check_audit(audit, max_kl)
     if not isinstance(guard, bool):
         raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
@@ -119,10 +135,24 @@ def wrap(
             needs_depths=chosen_policy.reads_depths,
             allow_mismatch=allow_table_mismatch,
         )
-    self_check(model, adapter)
-    session = Session.attach(
-        model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
+    passes = make_compiled_passes(
+        model,
+        adapter,
+        chosen_policy,
+        compile,
+        num_nodes,
+        max_depth,
+        experts=experts,
+        keeps_layers=audit > 0,
     )
+    self_check(model, adapter)
+    experts_patch = None if experts is None else ExpertsPatch(adapter)
+    session = Session.attach(
+        model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth, passes
+    )
+    session.use_experts(experts_patch)
+    if isinstance(chosen_drafter, Eagle3Drafter):
+        chosen_drafter.use_compiled_kernels(experts is not None)
     session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
     session.guard = guard
     if isinstance(chosen_table, OnlineCommitmentTable):
@@ -286,16 +316,19 @@ class AcceptMoEMixin:
         is_valid = torch.ones(num_cached, dtype=torch.bool, device=input_ids.device)
         if attention_mask is not None:
             is_valid = attention_mask[0, :num_cached].bool()
-        decode(
-            model,
-            session,
-            emitter,
-            cache,
-            Prefix(is_valid, next_position),
-            prefill.logits[:, -1],
-            session.tap.features,
-            stopping_criteria.max_length or input_ids.shape[1] + MAX_NODES,
-        )
+        prefix = Prefix(is_valid, next_position)
+        max_length = stopping_criteria.max_length or input_ids.shape[1] + MAX_NODES
+        with session.working_cache(model, cache, prefix, max_length) as working:
+            decode(
+                model,
+                session,
+                emitter,
+                working,
+                prefix,
+                prefill.logits[:, -1],
+                session.tap.features,
+                max_length,
+            )
         emitter.end()
         if not returns_dict:
             return emitter.input_ids

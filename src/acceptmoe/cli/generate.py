@@ -14,7 +14,13 @@ from acceptmoe.api import wrap
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import encode, end_token_ids
 from acceptmoe.cli.console import print_json, print_remark, reports_errors
-from acceptmoe.cli.loading import bundled_targets, open_drafter, open_table, open_target
+from acceptmoe.cli.loading import (
+    bundled_targets,
+    open_drafter,
+    open_table,
+    open_target,
+    parse_policy,
+)
 from acceptmoe.cli.options import (
     AsJson,
     Device,
@@ -26,10 +32,9 @@ from acceptmoe.cli.options import (
     MaxDepth,
     MaxNewTokens,
     NumNodes,
+    Policy,
     Table,
 )
-from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.policies import DEFAULT_POLICY, POLICIES, RoutingPolicy, load_policy
 
 
 @reports_errors
@@ -46,15 +51,7 @@ def generate(
     ] = None,
     drafter: Drafter = None,
     table: Table = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            help=f"One of {', '.join(POLICIES)}, with settings as in accept:exponent=1.0. "
-            f"Default: {DEFAULT_POLICY}.",
-            show_default=False,
-        ),
-    ] = None,
+    policy: Policy = None,
     num_nodes: NumNodes = 32,
     max_depth: MaxDepth = 5,
     guard: Guard = False,
@@ -114,14 +111,6 @@ def generate(
             "provenance": provenance(),
         }
     )
-
-
-def parse_policy(spec: str | None) -> RoutingPolicy:
-    """The policy that an option's value names; a wrong one is a usage error."""
-    try:
-        return load_policy(spec)
-    except InvalidArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--policy") from error
 
 
 def read_prompt(prompt: str) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from acceptmoe.policies import DEFAULT_POLICY, POLICIES
 from acceptmoe.tree import MAX_NODES
 
 MAX_NEW_TOKENS = 1_000_000  # far above any context; an absurd number is a slip
@@ -26,6 +27,15 @@ Table = Annotated[
         "--table",
         help="A commitment table: a file, or a shipped table's name. Default: the shipped one for "
         "this target and drafter.",
+        show_default=False,
+    ),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help=f"One of {', '.join(POLICIES)}, with settings as in accept:exponent=1.0. "
+        f"Default: {DEFAULT_POLICY}.",
         show_default=False,
     ),
 ]

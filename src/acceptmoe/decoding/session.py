@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from acceptmoe.decoding.audit import Auditor
+from acceptmoe.decoding.compiled import CompiledPasses
 from acceptmoe.decoding.statistics import DecodingStatistics
 from acceptmoe.decoding.steering import Steering, guard_report
+from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.experts import ExpertsPatch
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
 from acceptmoe.policies import RoutingPolicy
@@ -44,6 +47,7 @@ class Session:
     max_depth: int
     patch: RoutingPatch
     tap: FeatureTap
+    compiled: CompiledPasses | None = None
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
     auditor: Auditor = field(default_factory=Auditor)
@@ -51,6 +55,7 @@ class Session:
     history: StepHistory = field(default_factory=StepHistory)
     clock: Callable[[], float] = time.perf_counter  # seconds; tests bring their own
     _steering: Steering | None = None  # of the latest `generate`
+    experts_patch: ExpertsPatch | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
 
@@ -64,12 +69,33 @@ class Session:
         drafter: Drafter,
         num_nodes: int,
         max_depth: int,
+        compiled: CompiledPasses | None = None,
     ) -> Session:
         """Put the hooks on `model`; all checks must have passed."""
         tap = FeatureTap(model, drafter.feature_boundaries)
         patch = RoutingPatch(adapter, policy)
         patch.attach()
-        return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap)
+        return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap, compiled)
+
+    @contextmanager
+    def working_cache(
+        self, model: PreTrainedModel, cache: Cache, prefix: Prefix, max_length: int
+    ) -> Iterator[Cache]:
+        """The cache that a text of up to `max_length` tokens is decoded with; it ends in `cache`.
+
+        Compiled passes need one that stays where it is; else it is `cache` itself.
+        """
+        if self.compiled is None:
+            yield cache
+            return
+        with self.compiled.working_cache(model, cache, prefix, max_length) as working:
+            yield working
+
+    def use_experts(self, experts_patch: ExpertsPatch | None) -> None:
+        """Compute the experts by the compiled kernels from here on, until `detach`."""
+        self.experts_patch = experts_patch
+        if experts_patch is not None:
+            experts_patch.attach()
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
@@ -107,6 +133,10 @@ class Session:
         """Take every hook off the model."""
         self.patch.detach()
         self.tap.detach()
+        if self.compiled is not None:
+            self.compiled.release()
+        if self.experts_patch is not None:
+            self.experts_patch.detach()
 
     def reset_statistics(self) -> None:
         """Begin counting anew.
@@ -142,6 +172,7 @@ class Session:
             "num_sparse_layers": len(self.adapter.layers),
             **self.statistics.read(),
             **routing,
+            "compiled": None if self.compiled is None else self.compiled.report(),
             "audit": self.auditor.report(),
             **guard_report(None if self._steering is None else self._steering.gate, self.history),
         }
