@@ -145,7 +145,7 @@ def plot_lengths(rows: Sequence[Row]) -> Callable[[Axes], None]:
             for (policy, label), found in lengths.items()
         ]
         _dots(axes, [(label, value, value, value, colour) for label, value, colour in bars])
-        axes.set_xlabel("tokens emitted per verification pass", fontsize=8)
+        axes.set_xlabel("tokens per verification pass", fontsize=8)
 
     return plot
 
@@ -169,7 +169,7 @@ def plot_speed(rows: Sequence[Row]) -> Callable[[Axes], None]:
             ],
         )
         axes.set_xlim(left=0)
-        axes.set_xlabel("tokens/s of decoding, median and quartiles", fontsize=8)
+        axes.set_xlabel("tokens/s (median, quartiles)", fontsize=8)
 
     return plot
 
