@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from acceptmoe.policies import DEFAULT_POLICY, POLICIES, load_policy
 
@@ -47,6 +49,22 @@ def curve_policies() -> tuple[str, ...]:
         return ()
     own = load_policy(None).params()["exponent"]
     return tuple(f"{DEFAULT_POLICY}:exponent={e:g}" for e in EXPONENTS if e != own)
+
+
+def setting_label(policy: str, params: Mapping[str, Any]) -> str:
+    """A policy with those of its settings that are not its defaults, as `load_policy` reads them.
+
+    >>> setting_label("moe-spec", {"budget": 8})
+    'moe-spec:budget=8'
+    """
+    kind = POLICIES.get(policy)  # a peer, or a policy of another version, has none
+    defaults = {} if kind is None else inspect.signature(kind).parameters
+    shown = ",".join(
+        f"{name}={value:g}" if isinstance(value, (int, float)) else f"{name}={value}"
+        for name, value in params.items()
+        if name not in defaults or value != defaults[name].default
+    )
+    return f"{policy}:{shown}" if shown else policy
 
 
 def _share(share: Fraction, num_experts: int) -> int:
