@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from acceptmoe.policies import DEFAULT_POLICY, POLICIES
 
@@ -52,6 +55,22 @@ def _single_rivals(num_experts: int) -> tuple[str, ...]:
 def curve_policies() -> tuple[str, ...]:
     """The default policy at other settings than its own."""
     return tuple(f"{DEFAULT_POLICY}:{settings}" for settings in CURVE)
+
+
+def setting_label(policy: str, params: Mapping[str, Any]) -> str:
+    """A policy with those of its settings that are not its defaults, as `load_policy` reads them.
+
+    >>> setting_label("moe-spec", {"budget": 8})
+    'moe-spec:budget=8'
+    """
+    kind = POLICIES.get(policy)  # a peer, or a policy of another version, has none
+    defaults = {} if kind is None else inspect.signature(kind).parameters
+    shown = ",".join(
+        f"{name}={value:g}" if isinstance(value, (int, float)) else f"{name}={value}"
+        for name, value in params.items()
+        if name not in defaults or value != defaults[name].default
+    )
+    return f"{policy}:{shown}" if shown else policy
 
 
 def _share(share: Fraction, num_experts: int) -> int:
