@@ -1,0 +1,117 @@
+"""Compiles `cuda/*.cu` by CuPy and launches them on torch's current stream.
+
+A kernel is compiled once for each (file, types, device architecture); CuPy keeps the result on disk
+too. The first launch compiles and loads, which a graph capture does not allow: run a pass once
+before capturing it. A launch itself allocates nothing and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acceptmoe.assets import asset_dir
+from acceptmoe.errors import InvalidArgumentError
+
+Argument = Tensor | np.generic | None  # a pointer, a number, a null pointer
+
+# What the sources call the element types.
+CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Kernels(Protocol):
+    """Something that can launch the kernels: CuPy on a device, a host build in the tests."""
+
+    def launch(
+        self,
+        kernel: str,
+        defines: Mapping[str, str],
+        grid: int,
+        block: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        """Run `cuda/<kernel>.cu`, compiled with `defines`, on `grid` blocks of `block` threads."""
+        ...
+
+
+class CupyKernels:
+    """Kernels on CUDA tensors."""
+
+    def __init__(self) -> None:
+        self._functions: dict[tuple[str, tuple[tuple[str, str], ...], int], Any] = {}
+        self._lock = threading.Lock()
+
+    def launch(
+        self,
+        kernel: str,
+        defines: Mapping[str, str],
+        grid: int,
+        block: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        import cupy
+
+        device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+        function = self._function(kernel, defines, device)
+        stream = torch.cuda.current_stream(device)
+        # CuPy has a current stream of its own; off torch's, a launch would be lost in a capture.
+        with (
+            cupy.cuda.Device(device.index),
+            cupy.cuda.ExternalStream(stream.cuda_stream, device.index),
+        ):
+            function((grid,), (block,), tuple(_kernel_argument(item) for item in arguments))
+
+    def _function(self, kernel: str, defines: Mapping[str, str], device: torch.device) -> Any:
+        # CuPy loads a module into each device on its own; a key for each keeps it out of our way.
+        key = (kernel, tuple(sorted(defines.items())), device.index)
+        function = self._functions.get(key)
+        if function is None:
+            with self._lock:
+                function = self._functions.setdefault(key, _compile(kernel, defines, device))
+        return function
+
+
+def compile_options(defines: Mapping[str, str]) -> tuple[str, ...]:
+    """NVRTC's options for every kernel of ours, the architecture apart.
+
+    Products and sums are not contracted: the results are then those of the references, in which
+    each operation rounds, and these kernels wait for memory anyway.
+    """
+    return (
+        "-std=c++17",
+        "--fmad=false",
+        f"-I{asset_dir('cuda') / 'include'}",
+        *(f"-D{name}={value}" for name, value in sorted(defines.items())),
+    )
+
+
+def cuda_type(name: str, tensor: Tensor) -> str:
+    """What the sources call the dtype of `tensor`, or `InvalidArgumentError`."""
+    if tensor.dtype not in CUDA_TYPES:
+        raise InvalidArgumentError(
+            f"{name} is in {tensor.dtype}; the kernels take {', '.join(map(str, CUDA_TYPES))}"
+        )
+    return CUDA_TYPES[tensor.dtype]
+
+
+def _compile(kernel: str, defines: Mapping[str, str], device: torch.device) -> Any:
+    import cupy
+
+    source = (asset_dir("cuda") / f"{kernel}.cu").read_text(encoding="utf-8")
+    with cupy.cuda.Device(device.index):
+        module = cupy.RawModule(code=source, options=compile_options(defines), backend="nvrtc")
+        return module.get_function(kernel)
+
+
+def _kernel_argument(argument: Argument) -> np.generic:
+    if argument is None:
+        return np.uint64(0)
+    return np.uint64(argument.data_ptr()) if isinstance(argument, Tensor) else argument
+
+
+CUPY_KERNELS = CupyKernels()

@@ -1,0 +1,319 @@
+"""`cuda/select_experts.cu` on the host against the pure functions that policies are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from host_kernels import HostKernels
+from torch import Tensor
+
+from acceptmoe import routing
+from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.ops.select_experts_cuda import select_experts_cuda
+from acceptmoe.policies.weighted import select_by_weight
+from acceptmoe.routing import NaturalRouting, RoutingRule
+from acceptmoe.selection import BlockRows, RoutedBlock, Selection, demand, routed_mask
+
+NUM_THREADS = 64  # two warps: loops over experts, rows and pairs take several turns
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: `rows` T, `experts` E, `top` K, `padded` rows at the end; the rest as in the op."""
+
+    rows: int
+    experts: int
+    top: int
+    scoring: routing.ScoringName = "softmax_topk"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: tuple[int, int] = (1, 1)
+    sizing: str = "effective-rank"
+    size: float = 1.0
+    combine: str = "router"
+    padded: int = 0
+    num_resident: int | None = None
+    num_anchor_rows: int = 0
+    dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)[3:]
+            if getattr(self, field.name) != field.default
+        ]
+        return "-".join([f"{self.rows}x{self.experts}x{self.top}", *changed])
+
+    @property
+    def rule(self) -> RoutingRule:
+        return RoutingRule(
+            self.scoring, self.top, self.renormalize, self.scale, self.groups[0], self.groups[1]
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    logits: Tensor
+    natural: NaturalRouting
+    rows: BlockRows
+    row_weights: Tensor
+    is_anchor: Tensor
+    correction_bias: Tensor | None
+    resident: Tensor | None
+
+
+def make_inputs(case: Case) -> Inputs:
+    generator = torch.Generator().manual_seed(case.seed)
+    # A permutation of evenly spaced logits in each row: no ties, in bf16 neither, and gates that
+    # differ by more than rounding, so that both sides rank alike.
+    order = torch.rand(case.rows, case.experts, generator=generator).argsort(dim=1)
+    shift = torch.randint(-8, 8, (case.rows, 1), generator=generator) / 16
+    logits = ((order - case.experts / 2) / 32 + shift).to(case.dtype)
+    bias = None
+    if case.scoring == "sigmoid_bias_group":
+        bias = torch.rand(case.experts, generator=generator) / 4
+    everything = torch.ones(1, case.experts, dtype=torch.bool)
+    blank = torch.zeros(case.rows, case.top, dtype=torch.int64)
+    unrouted = NaturalRouting(logits, blank.to(case.weight_dtype), blank)
+    weights, ids = routing.route(case.rule, unrouted, everything, correction_bias=bias)
+    is_real = torch.arange(case.rows) < case.rows - case.padded
+    commitment = torch.rand(case.rows, generator=generator)
+    commitment[0] = 1
+    rows = BlockRows(torch.arange(case.rows), commitment, commitment, is_real)
+    resident = None
+    if case.num_resident is not None:
+        resident = torch.rand(case.experts, generator=generator).argsort() < case.num_resident
+    return Inputs(
+        logits,
+        NaturalRouting(logits, weights, ids),
+        rows,
+        commitment.sqrt(),
+        torch.arange(case.rows) < case.num_anchor_rows,
+        bias,
+        resident,
+    )
+
+
+def reference(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights, ids, eligible and counts by the package's own pure functions."""
+    block = RoutedBlock(
+        routing.gates(case.rule, inputs.logits),
+        routing.choice(case.rule, inputs.logits, inputs.correction_bias),
+        inputs.natural.ids,
+        inputs.rows,
+        inputs.resident,
+    )
+    selection: Selection = select_by_weight(
+        block,
+        inputs.row_weights,
+        inputs.is_anchor,
+        sizing=case.sizing,  # type: ignore[arg-type]
+        size=case.size,
+        combine=case.combine,  # type: ignore[arg-type]
+    )
+    mass = demand(block, inputs.rows.path_commitment)
+    eligible = routing.complete_groups(case.rule, block, selection.eligible, mass)
+    weights, ids = routing.route(
+        case.rule,
+        inputs.natural,
+        eligible[None],
+        correction_bias=inputs.correction_bias,
+        combine=selection.combine,
+    )
+    is_moved = (block.is_wanted & ~eligible).any(dim=1) | ~inputs.rows.is_real
+    weights = torch.where(is_moved[:, None], weights, inputs.natural.weights)
+    ids = torch.where(is_moved[:, None], ids, inputs.natural.ids)
+    counts = [
+        block.is_wanted.any(dim=0).sum(),
+        eligible.sum(),
+        routed_mask(ids, inputs.rows.is_real, case.experts).any(dim=0).sum(),
+        mass.masked_fill(eligible, 0).sum() / mass.sum(),
+        inputs.rows.is_real.sum() * case.top,
+    ]
+    return weights, ids, eligible, torch.stack([count.float() for count in counts])
+
+
+def run(
+    case: Case, inputs: Inputs, kernels: HostKernels, *, is_enabled: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return select_experts_cuda(
+        inputs.logits,
+        inputs.natural.weights,
+        inputs.natural.ids,
+        inputs.row_weights,
+        inputs.is_anchor,
+        inputs.rows.path_commitment,
+        inputs.rows.is_real,
+        inputs.correction_bias,
+        inputs.resident,
+        torch.tensor(is_enabled),
+        case.scoring,
+        case.renormalize,
+        case.scale,
+        *case.groups,
+        case.sizing,
+        case.size,
+        case.combine,
+        kernels=kernels,
+    )
+
+
+def by_expert(case: Case, weights: Tensor, ids: Tensor) -> Tensor:
+    """[T, E]: weights under their experts: a router's slots have no order of their own."""
+    dense = torch.zeros(case.rows, case.experts)
+    return dense.scatter_(1, ids, weights.float())
+
+
+def check(case: Case, kernels: HostKernels) -> None:
+    inputs = make_inputs(case)
+    weights, ids, eligible, counts = run(case, inputs, kernels)
+    ref_weights, ref_ids, ref_eligible, ref_counts = reference(case, inputs)
+    assert torch.equal(eligible, ref_eligible)
+    assert torch.equal(ids.sort(dim=1).values, ref_ids.sort(dim=1).values)
+    assert weights.dtype == ref_weights.dtype
+    # The C library's exp and torch's differ by an ulp or two of fp32; in 16 bits that can be one
+    # step of the result, 2^-8 for bf16.
+    tolerance = 2e-6 if case.weight_dtype == case.dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(
+        by_expert(case, weights, ids),
+        by_expert(case, ref_weights, ref_ids),
+        rtol=tolerance,
+        atol=tolerance / 16,
+    )
+    torch.testing.assert_close(counts, ref_counts, rtol=1e-5, atol=1e-6)
+
+
+GROUPED = {"scoring": "sigmoid_bias_group", "scale": 2.5}
+CASES = [
+    Case(1, 8, 2),
+    Case(7, 8, 8),
+    Case(1, 1, 1),
+    Case(33, 61, 5),
+    Case(32, 128, 8, padded=5),
+    Case(17, 128, 8, renormalize=False, combine="natural"),
+    Case(256, 512, 16),
+    Case(31, 40, 4, scoring="topk_softmax"),
+    Case(31, 40, 4, scoring="topk_softmax", combine="natural", padded=3),
+    Case(31, 60, 6, combine="natural"),
+    Case(31, 64, 4, num_resident=20),
+    Case(9, 130, 3, num_resident=0, num_anchor_rows=3),
+    Case(31, 64, 4, sizing="mass", size=0.9),
+    Case(31, 64, 4, sizing="mass", size=0.3, num_anchor_rows=4),
+    Case(31, 64, 4, sizing="mass", size=1.0, padded=30),
+    Case(31, 64, 4, size=0.5),
+    Case(19, 64, 6, **GROUPED, groups=(8, 3)),
+    Case(19, 64, 8, **GROUPED, groups=(8, 2), size=0.05, renormalize=False),
+    Case(33, 256, 8, **GROUPED, groups=(8, 4), combine="natural", padded=2),
+    Case(13, 48, 4, **GROUPED, groups=(1, 1)),
+    Case(13, 48, 8, **GROUPED, groups=(4, 2), num_resident=9, size=0.2),
+]
+TYPES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+]
+TYPED_CASES = [
+    dataclasses.replace(case, dtype=dtype, weight_dtype=weight_dtype)
+    for dtype, weight_dtype in TYPES
+    for case in (Case(33, 61, 5, padded=2), Case(31, 40, 4, scoring="topk_softmax"))
+]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(tmp_path_factory.mktemp("plain"), num_threads=NUM_THREADS)
+
+
+@pytest.mark.parametrize("case", CASES + TYPED_CASES, ids=lambda case: case.name)
+def test_the_kernel_selects_and_routes_as_the_reference(case: Case, kernels: HostKernels) -> None:
+    check(case, kernels)
+
+
+def test_a_disabled_kernel_leaves_natural_routing(kernels: HostKernels) -> None:
+    case = Case(31, 64, 4, num_resident=10, padded=2)
+    inputs = make_inputs(case)
+    weights, ids, eligible, counts = run(case, inputs, kernels, is_enabled=False)
+    assert torch.equal(weights, inputs.natural.weights)
+    assert torch.equal(ids, inputs.natural.ids)
+    assert eligible.all()
+    union = routed_mask(ids, inputs.rows.is_real, case.experts).any(dim=0).sum()
+    assert counts.tolist() == [union, 64, union, 0, 29 * 4]
+
+
+def test_padded_rows_change_nothing(kernels: HostKernels) -> None:
+    padded = Case(20, 64, 4, padded=7)
+    inputs = make_inputs(padded)
+    noise = make_inputs(dataclasses.replace(padded, seed=1))
+    other = dataclasses.replace(
+        inputs,
+        logits=torch.cat([inputs.logits[:13], noise.logits[13:]]),
+        is_anchor=torch.arange(20) >= 13,
+        row_weights=torch.cat([inputs.row_weights[:13], noise.row_weights[13:]]),
+    )
+    first, second = run(padded, inputs, kernels), run(padded, other, kernels)
+    assert torch.equal(first[0][:13], second[0][:13])
+    assert torch.equal(first[1][:13], second[1][:13])
+    assert torch.equal(first[2], second[2])
+    assert torch.equal(first[3], second[3])
+
+
+def test_of_equal_experts_the_lower_id_is_taken(kernels: HostKernels) -> None:
+    # Four rows want a pair of experts each, all with the same score; the root anchors 0 and 1.
+    # The demand of 2..7 is even, so its effective rank is 6; at a quarter of it 2 experts enter.
+    case = Case(4, 12, 2, size=0.25)
+    ids = torch.tensor([[0, 1], [6, 7], [4, 5], [2, 3]])
+    logits = torch.zeros(4, 12).scatter_(1, ids, 1.0)
+    weights = torch.full((4, 2), 0.5)
+    rows = BlockRows(torch.arange(4), torch.ones(4), torch.ones(4), torch.ones(4) > 0)
+    inputs = Inputs(
+        logits,
+        NaturalRouting(logits, weights, ids),
+        rows,
+        torch.ones(4),
+        torch.zeros(4) > 0,
+        None,
+        None,
+    )
+    _, new_ids, eligible, _ = run(case, inputs, kernels)
+    assert eligible.nonzero().flatten().tolist() == [0, 1, 2, 3]
+    # Rows 1 and 2 see four equal experts and take the lowest two.
+    assert new_ids.tolist() == [[0, 1], [0, 1], [0, 1], [2, 3]]
+
+
+def test_a_block_of_padding_keeps_its_own_routing(kernels: HostKernels) -> None:
+    case = Case(5, 16, 4, padded=5)  # nothing is wanted, so nothing is eligible
+    inputs = make_inputs(case)
+    weights, ids, eligible, counts = run(case, inputs, kernels)
+    assert torch.equal(weights, inputs.natural.weights)
+    assert torch.equal(ids, inputs.natural.ids)
+    assert not eligible.any()
+    assert counts.tolist() == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (Case(257, 8, 2), "257 rows in a verification block; .* takes 1 to 256"),
+        (Case(2, 513, 2), "513 experts; .* takes 1 to 512"),
+        (Case(2, 32, 17), "17 experts per row; .* takes 1 to 16"),
+        (Case(2, 72, 2, groups=(36, 2)), "36 groups of experts; .* takes 1 to 32"),
+    ],
+    ids=["rows", "experts", "experts per row", "groups"],
+)
+def test_sizes_beyond_the_kernel_are_refused(
+    case: Case, text: str, kernels: HostKernels
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        run(case, make_inputs(case), kernels)
+
+
+def test_other_dtypes_are_refused(kernels: HostKernels) -> None:
+    case = Case(2, 8, 2, dtype=torch.float64)
+    with pytest.raises(InvalidArgumentError, match=r"logits is in torch\.float64; the kernels take"):
+        run(case, make_inputs(case), kernels)
