@@ -39,3 +39,7 @@ class SelfCheckError(AcceptMoEError, RuntimeError):
 
 class TargetError(AcceptMoEError, ValueError):
     """A bundled target is unknown, or was asked for in an impossible way."""
+
+
+class KernelBuildError(AcceptMoEError, RuntimeError):
+    """The compiled kernels could not be built or loaded on this machine."""

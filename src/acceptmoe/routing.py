@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from acceptmoe.selection import Combine, RoutedBlock, group_floor
+from acceptmoe.selection import Combine, RoutedBlock, best_first, group_floor
 
 ScoringName = Literal["softmax_topk", "topk_softmax", "sigmoid_bias_group"]
 SCORINGS: tuple[ScoringName, ...] = get_args(ScoringName)
@@ -106,10 +106,40 @@ def route(
     elif rule.scoring == "topk_softmax":
         weights, ids = _topk_softmax(rule, natural, is_eligible, choice_bias, combine)
     else:
-        scores = natural.logits.sigmoid()
-        ranked = scores if correction_bias is None else scores + correction_bias
-        ranked = _offset(ranked, choice_bias).masked_fill(~is_eligible, -torch.inf)
+        ranked = _offset(choice(rule, natural.logits, correction_bias), choice_bias)
+        ranked = ranked.masked_fill(~is_eligible, -torch.inf)
         ids = _inside_groups(rule, ranked).topk(rule.experts_per_row, sorted=False).indices
+        weights = _sigmoid_weights(rule, natural.logits.sigmoid(), ids, natural.ids, combine)
+    return weights.to(natural.weights.dtype), ids
+
+
+def route_stably(
+    rule: RoutingRule,
+    natural: NaturalRouting,
+    is_eligible: Tensor,
+    *,
+    correction_bias: Tensor | None = None,
+    combine: Combine = "router",
+) -> tuple[Tensor, Tensor]:
+    """As `route`, but of equals the lower id is the better one, and ids come best first.
+
+    Ranks by what the router ranks, so that no rounding of a softmax makes ties. This is what the
+    fused kernels do; `torch.topk` leaves open which of equals it takes.
+    """
+    ranked = choice(rule, natural.logits, correction_bias).float()
+    ranked = ranked.masked_fill(~is_eligible, -torch.inf)
+    if rule.is_group_limited:
+        ranked = _inside_groups(rule, ranked, is_stable=True)
+    ids = best_first(ranked, rule.experts_per_row)
+    if rule.scoring == "softmax_topk":
+        weights = gates(rule, natural.logits).gather(1, ids)
+        if rule.renormalize:
+            kept = ids if combine == "router" else natural.ids
+            weights = weights / gates(rule, natural.logits).gather(1, kept).sum(-1, keepdim=True)
+    elif rule.scoring == "topk_softmax":
+        weights = _softmax_of_few(natural, natural.logits.gather(1, ids), combine)
+    else:
+        scores = natural.logits.sigmoid().float()
         weights = _sigmoid_weights(rule, scores, ids, natural.ids, combine)
     return weights.to(natural.weights.dtype), ids
 
@@ -154,17 +184,24 @@ def _topk_softmax(
     values, ids = ranked.topk(rule.experts_per_row, dim=-1)
     if choice_bias is not None:
         values = natural.logits.gather(1, ids)
+    return _softmax_of_few(natural, values, combine), ids
+
+
+def _softmax_of_few(natural: NaturalRouting, values: Tensor, combine: Combine) -> Tensor:
     if combine == "router":
-        return torch.softmax(values, dim=-1, dtype=values.dtype), ids
+        return torch.softmax(values, dim=-1, dtype=values.dtype)
     natural_values = natural.logits.gather(1, natural.ids).float()
-    return torch.exp(values.float() - natural_values.logsumexp(dim=-1, keepdim=True)), ids
+    return torch.exp(values.float() - natural_values.logsumexp(dim=-1, keepdim=True))
 
 
-def _inside_groups(rule: RoutingRule, ranked: Tensor) -> Tensor:
+def _inside_groups(rule: RoutingRule, ranked: Tensor, is_stable: bool = False) -> Tensor:
     """`ranked` [T, E] with -inf outside each row's best groups, by the sum of their two best."""
     in_groups = ranked.view(ranked.shape[0], rule.num_groups, -1)
     group_scores = in_groups.topk(2, dim=-1).values.sum(dim=-1)
-    chosen = group_scores.topk(rule.groups_per_row, dim=-1, sorted=False).indices
+    if is_stable:
+        chosen = best_first(group_scores, rule.groups_per_row)
+    else:
+        chosen = group_scores.topk(rule.groups_per_row, dim=-1, sorted=False).indices
     is_in_group = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
     return in_groups.masked_fill(~is_in_group[..., None], -torch.inf).view_as(ranked)
 

@@ -93,6 +93,11 @@ class Selection:
     combine: Combine = "router"
 
 
+def best_first(values: Tensor, count: int) -> Tensor:
+    """Indices [..., count] of the largest `values` [..., N], the lower index first among equals."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
 def depth_counts(rows: BlockRows) -> Tensor:
     """[T] int64: how many real rows share each row's depth (the paper's N_d)."""
     same_depth = rows.depths[:, None] == rows.depths[None, :]
@@ -221,10 +226,11 @@ def group_floor(
     num_experts = block.num_experts
     group_size = num_experts // num_groups
     root_choice = block.choice[0].view(num_groups, group_size)
-    best_two = root_choice.topk(min(2, group_size), dim=-1)
-    chosen_groups = best_two.values.sum(dim=-1).topk(groups_per_row).indices
+    best_two = best_first(root_choice, min(2, group_size))
+    group_scores = root_choice.gather(1, best_two).sum(dim=-1)
+    chosen_groups = best_first(group_scores, groups_per_row)
     in_groups = eligible.view(num_groups, group_size).clone()
-    in_groups[chosen_groups[:, None], best_two.indices[chosen_groups]] = True
+    in_groups[chosen_groups[:, None], best_two[chosen_groups]] = True
 
     num_eligible = in_groups.sum(dim=-1)
     is_choosable = num_eligible >= min(2, group_size)

@@ -1,0 +1,175 @@
+// Vectors of floats as wide as the processor has them, and weights as such vectors.
+//
+// GCC's and Clang's vector extensions, so that AVX-512, AVX2, SSE and ARM compile from one source;
+// only half precision on x86 needs an intrinsic. Weights are read in place: bfloat16 becomes float
+// by a shift, float16 by conversion.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace acceptmoe {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kPair = 2 * kLanes;  // the elements that `Format<W>::load` turns into two vectors
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class V>
+inline V load(const void* address) {
+  V value;  // rows of odd width are not aligned
+  std::memcpy(&value, address, sizeof(V));
+  return value;
+}
+
+template <class V>
+inline void store(void* address, V value) {
+  std::memcpy(address, &value, sizeof(V));
+}
+
+template <class To, class From>
+inline To bit_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To result;
+  std::memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+inline Floats splat(float value) { return value - Floats{}; }  // minus: 0 + -0 would lose the sign
+
+// Sum of all lanes by halving; always in the same order.
+inline float sum_lanes(Floats value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  return lanes[0];
+}
+
+// exp by 2^n * p(r), |r| <= ln(2) / 2, p its Taylor polynomial of degree 7: within 2 units in the
+// last place (tests compare). Overflows to infinity, underflows to 0 below 2^-126, keeps NaN.
+inline Floats exponential(Floats x) {
+  const Floats capped = x > 88.8f ? splat(88.8f) : x;
+  const Floats bounded = capped < -87.3f ? splat(-87.3f) : capped;
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats rounded = (bounded * 1.44269504088896341f + magic) - magic;
+  const Floats r = (bounded - rounded * 0.693359375f) - rounded * -2.12194440e-4f;
+  Floats p = splat(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  // Two factors: 2^128 has no float, and e^88.7 needs it. A NaN becomes some integer; p keeps it.
+  const Ints n = __builtin_convertvector(x == x ? rounded : Floats{}, Ints);
+  const Ints half = n >> 1;
+  const Floats result =
+      p * bit_cast<Floats>((half + 127) << 23) * bit_cast<Floats>((n - half + 127) << 23);
+  return x < -87.3f ? Floats{} : result;
+}
+
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) { return bit_cast<float>(uint32_t{value.bits} << 16); }
+
+// Exact for every half, subnormals, infinities and NaN included.
+inline float to_float(Float16 value) {
+  const uint32_t magnitude = uint32_t{value.bits & 0x7fffu} << 13;
+  float result = bit_cast<float>(magnitude) * 0x1p112f;  // the exponents' biases differ by 112
+  if (magnitude >= 0x0f800000u) result = bit_cast<float>(magnitude | 0x7f800000u);
+  return bit_cast<float>(bit_cast<uint32_t>(result) | uint32_t{value.bits & 0x8000u} << 16);
+}
+
+inline void from_float(float value, float* result) { *result = value; }
+
+inline void from_float(float value, BFloat16* result) {  // to nearest, ties to even
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  result->bits = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void from_float(float value, Float16* result) {  // to nearest, ties to even
+  const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000u) {  // rounds beyond 65504
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 aligns and rounds the fraction
+    half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
+  } else {
+    half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
+  }
+  result->bits = uint16_t(half | (bits & 0x80000000u) >> 16);
+}
+
+// Two vectors from kPair weights, and where in them a weight comes to lie. Activations are packed
+// in that order, so that no weight needs a shuffle.
+template <class W>
+struct Format;
+
+template <>
+struct Format<float> {
+  static void load(const float* weights, Floats& first, Floats& second) {
+    first = acceptmoe::load<Floats>(weights);
+    second = acceptmoe::load<Floats>(weights + kLanes);
+  }
+  static int position(int index) { return index; }
+};
+
+template <>
+struct Format<BFloat16> {
+  static void load(const BFloat16* weights, Floats& first, Floats& second) {
+    const Words raw = acceptmoe::load<Words>(weights);  // two to a word, the even one below
+    first = bit_cast<Floats>(raw << 16);
+    second = bit_cast<Floats>(raw & 0xffff0000u);
+  }
+  static int position(int index) { return index % 2 * kLanes + index / 2; }
+};
+
+template <>
+struct Format<Float16> {
+  static void load(const Float16* weights, Floats& first, Floats& second) {
+    first = convert(weights);
+    second = convert(weights + kLanes);
+  }
+  static int position(int index) { return index; }
+
+ private:
+  static Floats convert(const Float16* weights) {
+#if defined(__F16C__) && defined(__AVX512F__)
+    return bit_cast<Floats>(_mm512_cvtph_ps(acceptmoe::load<__m256i>(weights)));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return bit_cast<Floats>(_mm256_cvtph_ps(acceptmoe::load<__m128i>(weights)));
+#else
+    const Words bits = __builtin_convertvector(acceptmoe::load<Shorts>(weights), Words);
+    const Words magnitude = (bits & 0x7fffu) << 13;
+    const Words scaled = bit_cast<Words>(bit_cast<Floats>(magnitude) * 0x1p112f);
+    const Words finite_or_not = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : scaled;
+    return bit_cast<Floats>(finite_or_not | (bits & 0x8000u) << 16);
+#endif
+  }
+};
+
+}  // namespace acceptmoe
