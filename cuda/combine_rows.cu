@@ -4,8 +4,8 @@
 // VALUE and WEIGHT, given to the compiler, are the types of the output and of the weights.
 #include "acceptmoe.cuh"
 
-// `results` [P, H] fp32 lie in the order of `sorted_pairs`; `pair_places` [T * K] says where, below
-// 0 for a pair that counts nothing. `weights` [T, K], `output` [T, H] with H = row_size.
+// `results` [P, H] fp32 lie in the order of `sorted_pairs`; `pair_places` [T * K] says where, -1 for a
+// pair that adds nothing, BAD_ID for one that makes the row NaN. `weights` [T, K], `output` [T, H] with H = row_size.
 extern "C" __global__ void __launch_bounds__(256) combine_rows(
     const float* results, const WEIGHT* weights, const int* pair_places, int blocks_per_row,
     int pairs_per_row, int row_size, VALUE* output) {
@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(256) combine_rows(
     for (int pair = row * pairs_per_row; pair < (row + 1) * pairs_per_row; ++pair) {
       const int64 place = pair_places[pair];
       if (place >= 0) sum += to_float(weights[pair]) * results[place * row_size + column];
+      if (place == BAD_ID) sum = not_a_number();
     }
     output[static_cast<int64>(row) * row_size + column] = from_float<VALUE>(sum);
   }

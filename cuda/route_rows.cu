@@ -1,7 +1,8 @@
 // Sorts row-expert pairs by expert: which experts a block touches, and which pairs are whose. One
 // block.
 //
-// Pair p = row * K + slot has the expert ids[p]; ids below 0 (padding) and beyond E are skipped.
+// Pair p = row * K + slot has the expert ids[p]; an id below 0 (padding) is skipped. One beyond E is a
+// mistake that nobody can raise for here: its pair gets the place BAD_ID, which makes its row NaN.
 // The sort is stable, so pairs of one expert stay in the order of their rows. Counting is in
 // integers: equal input gives equal output.
 #include "acceptmoe.cuh"
@@ -10,19 +11,20 @@ namespace {
 
 constexpr int MAX_EXPERTS = 512;
 constexpr int MAX_WARPS = 8;
+constexpr int NO_EXPERT = -1;
 
 struct Shared {
   // Pairs of each expert in each warp's part of the list; later, where the warp's next one goes.
   int places[MAX_WARPS][MAX_EXPERTS];
-  int begin[MAX_EXPERTS];         // where the expert's pairs begin
-  int union_index[MAX_EXPERTS];   // its place in the union
+  int begin[MAX_EXPERTS];        // where the expert's pairs begin
+  int union_index[MAX_EXPERTS];  // its place in the union
   int num_sorted, num_union;
 };
 
-__device__ int known_expert(const int64* ids, int pair, int num_pairs, int num_experts) {
-  if (pair >= num_pairs) return -1;
-  const int64 expert = ids[pair];
-  return expert >= 0 && expert < num_experts ? static_cast<int>(expert) : -1;
+// The pair's expert, NO_EXPERT or BAD_ID.
+__device__ int expert_of(const int64* ids, int pair, int num_pairs, int num_experts) {
+  if (pair >= num_pairs || ids[pair] < 0) return NO_EXPERT;
+  return ids[pair] < num_experts ? static_cast<int>(ids[pair]) : BAD_ID;
 }
 
 // Sum over the lanes up to and with one's own.
@@ -38,7 +40,7 @@ __device__ int warp_prefix_sum(int value) {
 __device__ void count_pairs(Shared& shared, const int64* ids, int begin, int end, int num_pairs,
                             int num_experts) {
   for (int first = begin; first < end; first += WARP) {
-    const int expert = known_expert(ids, first + lane_id(), num_pairs, num_experts);
+    const int expert = expert_of(ids, first + lane_id(), num_pairs, num_experts);
     if (expert >= 0) atomicAdd(&shared.places[warp_id()][expert], 1);
   }
 }
@@ -80,10 +82,10 @@ __device__ void place_pairs(Shared& shared, const int64* ids, int begin, int end
   int* next = shared.places[warp_id()];
   for (int first = begin; first < end; first += WARP) {
     const int pair = first + lane_id();
-    const int expert = known_expert(ids, pair, num_pairs, num_experts);
+    const int expert = expert_of(ids, pair, num_pairs, num_experts);
     const unsigned alike = __match_any_sync(ALL_LANES, expert);
     const int place =
-        expert < 0 ? -1 : next[expert] + __popc(alike & ((1u << lane_id()) - 1u));
+        expert < 0 ? expert : next[expert] + __popc(alike & ((1u << lane_id()) - 1u));
     __syncwarp();  // all lanes have read their place
     if (expert >= 0 && lane_id() == __ffs(static_cast<int>(alike)) - 1) {
       next[expert] += __popc(alike);
@@ -99,7 +101,7 @@ __device__ void place_pairs(Shared& shared, const int64* ids, int begin, int end
 
 // Writes, with P = num_pairs and U = min(E, P):
 //   sorted_pairs [P]      the pairs, those of the union's first expert first; beyond the last: -1
-//   pair_places [P]       the reverse: where each pair is in `sorted_pairs`, or -1
+//   pair_places [P]       the reverse: where each pair is in `sorted_pairs`, or -1 or BAD_ID
 //   union_experts [U]     the touched experts in ascending order; beyond the last: -1
 //   union_offsets [U + 1] where the pairs of each begin; beyond the last: the number of pairs
 //   num_union [1]

@@ -256,7 +256,7 @@ __device__ unsigned chosen_groups(const Layer& layer, const Shared& shared, int 
   Ranked first, second, own = {negative_infinity(), lane_id()};
   if (lane_id() < layer.num_groups) {
     best_two(layer, shared, row, lane_id(), only_eligible, first, second);
-    own.value = first.value + (layer.group_size() > 1 ? second.value : 0.0f);
+    own.value = first.value + second.value;
   }
   int place = 0;
   for (int group = 0; group < layer.num_groups; ++group) {
@@ -279,8 +279,8 @@ __device__ void keep_root_groups(const Layer& layer, Shared& shared) {
   }
 }
 
-__device__ bool is_choosable(const Layer& layer, const Shared& shared, int group) {
-  return shared.group_members[group] >= (layer.group_size() < 2 ? layer.group_size() : 2);
+__device__ bool is_choosable(const Shared& shared, int group) {
+  return shared.group_members[group] >= 2;  // a group has two experts or more
 }
 
 // Whether some choice of groups holds fewer than K eligible experts: whether the poorest does.
@@ -288,11 +288,11 @@ __device__ bool is_starved(const Layer& layer, const Shared& shared) {
   int poorest = 0;
   for (int group = 0; group < layer.num_groups; ++group) {
     const int members =
-        is_choosable(layer, shared, group) ? shared.group_members[group] : layer.num_experts;
+        is_choosable(shared, group) ? shared.group_members[group] : layer.num_experts;
     int place = 0;
     for (int other = 0; other < layer.num_groups; ++other) {
       const int others =
-          is_choosable(layer, shared, other) ? shared.group_members[other] : layer.num_experts;
+          is_choosable(shared, other) ? shared.group_members[other] : layer.num_experts;
       place += others < members || (others == members && other < group);
     }
     if (place < layer.groups_per_row) poorest += members;
@@ -323,7 +323,7 @@ __device__ void complete_groups(const Layer& layer, Shared& shared) {
       place += !shared.eligible[other] && is_before(rival, own);
     }
     shared.pruned[expert] = starved && !shared.eligible[expert] &&
-                            is_choosable(layer, shared, group) && place < needed;
+                            is_choosable(shared, group) && place < needed;
   }
   __syncthreads();  // everybody has read `eligible`
   BLOCK_LOOP(expert, layer.num_experts) {
@@ -386,23 +386,23 @@ __device__ float routing_weight(const Layer& layer, const Shared& shared, int ro
   }
   const float sum = warp_sum(kept_score) + (is_sigmoid ? SIGMOID_EPSILON : 0.0f);
   if (layer.renormalize) score /= sum;
-  return is_sigmoid ? score * layer.scale : score;
+  return score * layer.scale;
 }
 
 // A warp a row. Rows with all their own experts eligible keep the router's ids and weights; so does
-// a row that finds fewer than K eligible experts.
-__device__ void route_rows(const Layer& layer, Shared& shared, bool is_enabled, WEIGHT* weights,
-                           int64* ids) {
+// a row that finds fewer than K eligible experts. Padded rows get id -1 and weight 0.
+__device__ void route_rows(const Layer& layer, Shared& shared, WEIGHT* weights, int64* ids) {
   const bool has_slot = lane_id() < layer.experts_per_row;
   WARP_LOOP(row, layer.num_rows) {
     const int pair = row * layer.experts_per_row + lane_id();
     int64 expert = has_slot ? layer.natural_ids[pair] : 0;
+    WEIGHT weight = has_slot ? layer.natural_weights[pair] : from_float<WEIGHT>(0.0f);
     const bool is_known = expert >= 0 && expert < layer.num_experts;
     const bool is_inside = !has_slot || (is_known && shared.eligible[expert]);
-    const bool is_real = layer.is_real[row];
-    WEIGHT weight = has_slot ? layer.natural_weights[pair] : from_float<WEIGHT>(0.0f);
-    // Padded rows always move: they must touch no further expert either.
-    if (is_enabled && (!is_real || !__all_sync(ALL_LANES, is_inside))) {
+    if (!layer.is_real[row]) {
+      expert = -1;
+      weight = from_float<WEIGHT>(0.0f);
+    } else if (!__all_sync(ALL_LANES, is_inside)) {
       const int moved = constrained_topk(layer, shared, row);
       if (__all_sync(ALL_LANES, !has_slot || moved >= 0)) {
         const int natural = is_known ? static_cast<int>(expert) : moved;
@@ -413,7 +413,7 @@ __device__ void route_rows(const Layer& layer, Shared& shared, bool is_enabled, 
     if (!has_slot) continue;
     weights[pair] = weight;
     ids[pair] = expert;
-    if (is_real && expert >= 0 && expert < layer.num_experts) {
+    if (expert >= 0 && expert < layer.num_experts) {
       atomicOr(&shared.used[expert / 32], 1u << expert % 32);
     }
   }
@@ -485,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(512) select_experts(
     }
     __syncthreads();
   }
-  route_rows(layer, shared, enabled, weights, ids);
+  route_rows(layer, shared, weights, ids);
   BLOCK_LOOP(expert, num_experts) {
     eligible[expert] = shared.eligible[expert];
   }

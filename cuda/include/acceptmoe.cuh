@@ -7,6 +7,7 @@
 using int64 = long long;
 
 constexpr int WARP = 32;
+constexpr int BAD_ID = -2;  // the place of a row-expert pair whose expert does not exist
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
 
@@ -34,6 +35,7 @@ __device__ inline unsigned bits_of_float(float value) {
   return both.bits;
 }
 
+__device__ inline float not_a_number() { return float_of_bits(0x7fc00000u); }
 __device__ inline float negative_infinity() { return float_of_bits(0xff800000u); }
 
 __device__ inline float to_float(float value) { return value; }

@@ -23,7 +23,8 @@ class RoutedPairs:
     """Which experts a block touches and which pairs are whose; all int32, on the device.
 
     `sorted_pairs` [P]: the pairs (row * K + slot), those of the union's first expert first, then -1
-    for those with an id below 0. `pair_places` [P]: the reverse, -1 for those. `union_experts` [U]:
+    for those without an expert. `pair_places` [P]: the reverse, -1 for those with an id below 0, -2
+    for those with one that does not exist: `combine_rows` makes their rows NaN. `union_experts` [U]:
     the touched experts in ascending order, then -1. `union_offsets` [U + 1]: where the pairs of
     each begin. `num_union` [1]: how many are touched.
     """

@@ -8,15 +8,13 @@ from torch import Tensor
 
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops.cuda_kernels import CUPY_KERNELS, Kernels, cuda_type
+from acceptmoe.routing import SCORINGS, ScoringName
+from acceptmoe.selection import COMBINES, SIZINGS, Combine, Sizing
 
 # Sizes of the kernel's arrays in shared memory.
 MAX_ROWS, MAX_EXPERTS, MAX_EXPERTS_PER_ROW, MAX_GROUPS = 256, 512, 16, 32
 NUM_THREADS = 512
 NUM_COUNTS = 5
-# The kernel's own numbers for the names.
-SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_bias_group": 2}
-SIZINGS = {"effective-rank": 0, "mass": 1}
-COMBINES = {"router": 0, "natural": 1}
 
 
 def select_experts_cuda(
@@ -30,14 +28,14 @@ def select_experts_cuda(
     correction_bias: Tensor | None,
     resident: Tensor | None,
     is_enabled: Tensor,
-    scoring: str,
+    scoring: ScoringName,
     renormalize: bool,
     scale: float,
     num_groups: int,
     groups_per_row: int,
-    sizing: str,
+    sizing: Sizing,
     size_parameter: float,
-    combine: str,
+    combine: Combine,
     *,
     kernels: Kernels = CUPY_KERNELS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -75,14 +73,14 @@ def select_experts_cuda(
             np.int32(logits.shape[0]),
             np.int32(logits.shape[1]),
             np.int32(natural_ids.shape[1]),
-            np.int32(SCORINGS[scoring]),
+            np.int32(SCORINGS.index(scoring)),
             np.int32(renormalize),
             np.float32(scale),
             np.int32(num_groups),
             np.int32(groups_per_row),
-            np.int32(SIZINGS[sizing]),
+            np.int32(SIZINGS.index(sizing)),
             np.float32(size_parameter),
-            np.int32(COMBINES[combine]),
+            np.int32(COMBINES.index(combine)),
             weights,
             ids,
             eligible,

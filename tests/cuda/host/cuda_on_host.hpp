@@ -154,22 +154,18 @@ HOST_UNWATCHED inline Barrier& own_warp() {
   return machine.warps[machine.current->thread / WARP_SIZE];
 }
 
-HOST_UNWATCHED inline void release([[maybe_unused]] Barrier& barrier) {
-#if defined(__SANITIZE_THREAD__)
-  __tsan_release(&barrier);
-#endif
-}
-
-HOST_UNWATCHED inline void acquire([[maybe_unused]] Barrier& barrier) {
-#if defined(__SANITIZE_THREAD__)
-  __tsan_acquire(&barrier);
-#endif
-}
-
+// Everything before a barrier in any thread comes before everything after it in any other. One token
+// for even and one for odd generations: a thread that is already at the next barrier must not seem
+// to be ordered before those that have yet to leave this one.
 HOST_UNWATCHED inline void synchronize(Barrier& barrier, int operation) {
-  release(barrier);
+  [[maybe_unused]] void* token = barrier.slots[barrier.generation % 2];
+#if defined(__SANITIZE_THREAD__)
+  __tsan_release(token);
+#endif
   wait_for_all(barrier, operation);
-  acquire(barrier);
+#if defined(__SANITIZE_THREAD__)
+  __tsan_acquire(token);
+#endif
 }
 
 // Every lane's `value`, as raw bits; `all` has a place for each lane.
@@ -361,6 +357,9 @@ HOST_UNWATCHED inline void launch(int num_blocks, int num_threads, void (*body)(
     makecontext(&fiber.context, run_fiber, 0);
   }
   run_all();
+#if defined(__SANITIZE_THREAD__)
+  for (uint64_t(&token)[WARP_SIZE] : machine.block.slots) __tsan_acquire(token);  // the host waits for the end
+#endif
 }
 
 // One argument of a kernel: a number, or a buffer of exactly its size, so that AddressSanitizer
