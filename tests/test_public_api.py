@@ -16,6 +16,7 @@ PUBLIC = [
     "DraftTree",
     "DrafterError",
     "InvalidArgumentError",
+    "KLLimitWarning",
     "SelfCheckError",
     "TableError",
     "TargetError",

@@ -7,6 +7,7 @@ model.generate(**inputs)
 from __future__ import annotations
 
 from acceptmoe.api import unwrap, wrap
+from acceptmoe.decoding.audit import KLLimitWarning
 from acceptmoe.errors import (
     AcceptMoEError,
     DrafterError,
@@ -31,6 +32,7 @@ __all__ = [
     "DraftTree",
     "DrafterError",
     "InvalidArgumentError",
+    "KLLimitWarning",
     "SelfCheckError",
     "TableError",
     "TargetError",

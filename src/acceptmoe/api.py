@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from acceptmoe.decoding.audit import Auditor, check_audit
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.session import Session
@@ -51,6 +52,8 @@ def wrap(
     policy: RoutingPolicy | str | None = None,
     num_nodes: int = 32,
     max_depth: int = 5,
+    audit: float = 0.0,
+    max_kl: float | None = None,
     allow_table_mismatch: bool = False,
 ) -> Model:
     """`model` itself, whose `generate` now decodes by speculative trees on few experts.
@@ -68,6 +71,14 @@ def wrap(
             arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
+        audit: Share of verification blocks that are run under natural routing too, from the same
+            cache, to measure what the policy changes: `report()["audit"]`. The text never depends
+            on it. 0.02 costs one further pass in fifty.
+        max_kl: Limit in nats per token on the running KL(natural || constrained) of the audited
+            blocks; needs `audit`. Once the mean over the last 64 of them, and at least 16, is
+            above it, the model routes naturally until `model.acceptmoe.resume_policy()`, warns
+            with `KLLimitWarning` and says so in the report. Under a natural policy the KL is 0
+            and the limit never acts.
         allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
             its table was not made for.
 
@@ -85,6 +96,7 @@ def wrap(
         )
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
+    check_audit(audit, max_kl)
     chosen_policy = load_policy(policy)
     chosen_drafter = load_drafter(drafter)
     chosen_drafter.check_target(model)
@@ -103,6 +115,7 @@ def wrap(
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
     )
+    session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model

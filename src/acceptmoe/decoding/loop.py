@@ -32,7 +32,7 @@ def decode(
     `first_features` [P', F] are the target's states at its last P' tokens. Nothing is drafted that
     could only be emitted beyond `max_length` tokens.
     """
-    drafter, statistics = session.drafter, session.statistics
+    drafter, statistics, auditor = session.drafter, session.statistics, session.auditor
     verifier = Verifier(model, session.adapter, session.patch, session.tap, session.table)
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
@@ -48,7 +48,9 @@ def decode(
         tree = draft(session, root, max_length - emitter.input_ids.shape[1], cache, prefix)
         drafted = clock()
         with rolled_back_on_error(cache, prefix.length):
-            block = verifier.verify(tree, cache, prefix)
+            natural = auditor.natural_pass(verifier, tree, cache, prefix)
+            audited = clock()
+            block = verifier.verify(tree, cache, prefix, is_natural=auditor.is_natural)
             emitter.begin_block(block.logits)
             verified = clock()
             path = accept_greedy(tree, emitter.next_token, emitter.emit)
@@ -61,9 +63,12 @@ def decode(
         for observe in session.observers:
             observe(tree, path.nodes)
         statistics.count_block(tree.num_nodes, len(path.tokens))
+        committed = clock()
         statistics.draft_s += drafted - start
-        statistics.verify_s += verified - drafted
-        statistics.commit_s += clock() - verified
+        statistics.verify_s += verified - audited
+        statistics.commit_s += committed - verified
+        auditor.after_block(tree, block, path.nodes, natural)
+        statistics.audit_s += audited - drafted + clock() - committed
 
 
 def draft(session: Session, root: int, num_wanted: int, cache: Cache, prefix: Prefix) -> DraftTree:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from acceptmoe.decoding.audit import Auditor
 from acceptmoe.decoding.statistics import DecodingStatistics
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
@@ -41,6 +42,7 @@ class Session:
     tap: FeatureTap
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
+    auditor: Auditor = field(default_factory=Auditor)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
 
@@ -68,17 +70,23 @@ class Session:
         Raises `WrapStateError` when this thread is inside `generate` itself: a streamer, processor
         or criterion called back, and waiting would never end.
         """
+        with self.reserved(what):
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
+
+    @contextmanager
+    def reserved(self, what: str) -> Iterator[None]:
+        """Like `exclusive`, but this thread may call `generate` inside, as often as it likes."""
         with self._lock:
             if self._is_busy:
                 raise WrapStateError(
                     f"{what} was called from inside a running generate of the same model; "
                     "call it after that has returned"
                 )
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
+            yield
 
     def detach(self) -> None:
         """Take every hook off the model."""
@@ -86,9 +94,22 @@ class Session:
         self.tap.detach()
 
     def reset_statistics(self) -> None:
-        """Begin counting anew."""
+        """Begin counting anew.
+
+        Which blocks are audited, the running KL behind `max_kl` and a tripped limit are no
+        statistics: they go on as they were.
+        """
         self.statistics = DecodingStatistics()
         self.patch.reset_counters()
+        self.auditor.reset_statistics()
+
+    def resume_policy(self) -> None:
+        """Restrict again after `max_kl` has switched to natural routing.
+
+        The running KL begins anew, so the limit can trip again. Where it has not tripped, the
+        running KL is forgotten and nothing else changes.
+        """
+        self.auditor.resume()
 
     def report(self) -> dict[str, Any]:
         """What has been counted since `wrap` or `reset_statistics`; reads the device once."""
@@ -105,6 +126,7 @@ class Session:
             "num_sparse_layers": len(self.adapter.layers),
             **self.statistics.read(),
             **routing,
+            "audit": self.auditor.report(),
         }
 
     def __repr__(self) -> str:

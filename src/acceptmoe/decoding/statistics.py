@@ -12,7 +12,8 @@ class DecodingStatistics:
 
     A verification pass is one with draft nodes; a pass of the root alone is an ordinary step and
     counts in `num_plain_steps`. `num_prompts` counts calls, `num_tokens` emitted tokens, the first
-    of each call, which the prefill gives, included.
+    of each call, which the prefill gives, included. `audit_s` is spent on the second passes of
+    audited blocks and their comparison; no other time and no rate has it in.
     """
 
     num_prompts: int = 0
@@ -25,6 +26,7 @@ class DecodingStatistics:
     draft_s: float = 0.0
     verify_s: float = 0.0
     commit_s: float = 0.0
+    audit_s: float = 0.0
 
     def count_block(self, num_nodes: int, num_tokens: int) -> None:
         """Count one pass over `num_nodes` rows that emitted `num_tokens` tokens."""

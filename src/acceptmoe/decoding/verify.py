@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.counters import RoutedLayer
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import cache_capacity
 from acceptmoe.models.patching import RoutingPatch
@@ -35,10 +36,15 @@ class Prefix:
 
 @dataclass(frozen=True)
 class VerifiedBlock:
-    """Logits [T, V] after each node, and features [T, F] where the drafter feeds on them."""
+    """Logits [T, V] after each node, and features [T, F] where the drafter feeds on them.
+
+    `rows` and `layers` are how the block was routed; a root alone has none.
+    """
 
     logits: Tensor
     features: Tensor | None
+    rows: BlockRows | None = None
+    layers: list[RoutedLayer] = field(default_factory=list)
 
 
 class Verifier:
@@ -55,10 +61,19 @@ class Verifier:
         self._model, self._adapter, self._patch, self._tap = model, adapter, patch, tap
         self._table = table
 
-    def verify(self, tree: DraftTree, cache: Cache, prefix: Prefix) -> VerifiedBlock:
+    def verify(
+        self,
+        tree: DraftTree,
+        cache: Cache,
+        prefix: Prefix,
+        *,
+        is_natural: bool = False,
+        is_counted: bool = True,
+    ) -> VerifiedBlock:
         """One forward over the tree's rows; their keys and values are appended to `cache`.
 
-        A tree that is its root alone is an ordinary decoding step and routes naturally.
+        A tree that is its root alone is an ordinary decoding step and routes naturally; with
+        `is_natural` every tree does. The routing counters get it unless `is_counted` is False.
         """
         device = self._model.device
         num_slots = cache_capacity(cache) or prefix.length + tree.num_nodes
@@ -75,10 +90,14 @@ class Verifier:
         with self._tap.recording():
             if tree.num_nodes == 1:
                 output = self._model(**inputs, return_dict=True)
+                rows, layers = None, []
             else:
-                with self._patch.verifying(self._rows(tree, depths)):
+                rows = self._rows(tree, depths)
+                with self._patch.verifying(
+                    rows, is_natural=is_natural, is_counted=is_counted
+                ) as layers:
                     output = self._model(**inputs, return_dict=True)
-        return VerifiedBlock(output.logits[0], self._tap.features)
+        return VerifiedBlock(output.logits[0], self._tap.features, rows, layers)
 
     def _rows(self, tree: DraftTree, depths: Tensor) -> BlockRows:
         probabilities = torch.tensor(tree.path_probabilities, device=depths.device)

@@ -47,12 +47,18 @@ class RoutingPatch:
         self.counters = RoutingCounters()
 
     @contextmanager
-    def verifying(self, rows: BlockRows, *, is_counted: bool = True) -> Iterator[None]:
-        """Route the forward inside, a verification block of these rows, under the policy."""
+    def verifying(
+        self, rows: BlockRows, *, is_natural: bool = False, is_counted: bool = True
+    ) -> Iterator[list[RoutedLayer]]:
+        """Route the forward inside, a verification block of these rows, under the policy.
+
+        Gives the list that the forward fills, one entry for each sparse layer. With `is_natural`
+        every row keeps its own experts, whatever the policy.
+        """
         layers: list[RoutedLayer] = []
-        self._local.block = _ActiveBlock(rows, layers)
+        self._local.block = _ActiveBlock(rows, layers, is_natural or self.policy.is_natural)
         try:
-            yield
+            yield layers
         finally:
             self._local.block = None
         if is_counted:
@@ -68,6 +74,7 @@ class RoutingPatch:
 class _ActiveBlock:
     rows: BlockRows
     layers: list[RoutedLayer]
+    is_natural: bool
 
 
 class _Local(threading.local):
@@ -92,7 +99,7 @@ class RouterHook:
         if active is None:
             return None
         num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
-        if self._patch.policy.is_natural:
+        if active.is_natural:
             active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
             return None
         scoring = self._patch.adapter.family.scoring
