@@ -267,16 +267,22 @@ __device__ unsigned chosen_groups(const Layer& layer, const Shared& shared, int 
 }
 
 // The root's two best experts of each group it chose itself stay eligible, so that masking cannot
-// move its choice of groups.
+// move its choice of groups. Counts the groups' members after that: the first warp, a lane a group.
 __device__ void keep_root_groups(const Layer& layer, Shared& shared) {
   if (warp_id() != 0) return;
   const unsigned chosen = chosen_groups(layer, shared, 0, false);
-  if (lane_id() < layer.num_groups && (chosen >> lane_id() & 1u)) {
+  if (lane_id() >= layer.num_groups) return;
+  if (chosen >> lane_id() & 1u) {
     Ranked first, second;
     best_two(layer, shared, 0, lane_id(), false, first, second);
     if (first.expert >= 0) shared.eligible[first.expert] = true;
     if (second.expert >= 0) shared.eligible[second.expert] = true;
   }
+  int members = 0;
+  for (int place = 0; place < layer.group_size(); ++place) {
+    members += shared.eligible[lane_id() * layer.group_size() + place];
+  }
+  shared.group_members[lane_id()] = members;
 }
 
 __device__ bool is_choosable(const Shared& shared, int group) {
@@ -303,14 +309,6 @@ __device__ bool is_starved(const Layer& layer, const Shared& shared) {
 // Enlarges the set so that a group-limited row never needs an expert outside it.
 __device__ void complete_groups(const Layer& layer, Shared& shared) {
   keep_root_groups(layer, shared);
-  __syncthreads();
-  BLOCK_LOOP(group, layer.num_groups) {
-    int members = 0;
-    for (int place = 0; place < layer.group_size(); ++place) {
-      members += shared.eligible[group * layer.group_size() + place];
-    }
-    shared.group_members[group] = members;
-  }
   __syncthreads();
   const bool starved = is_starved(layer, shared);
   const int needed = (layer.experts_per_row + layer.groups_per_row - 1) / layer.groups_per_row;

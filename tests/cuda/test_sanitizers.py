@@ -23,9 +23,9 @@ SELECTIONS = [
 
 def move_rows(kernels: HostKernels) -> None:
     """A round trip: sorted, gathered, and added up again."""
-    ids = make_ids(21, 10, 3, 0.2)
-    rows = torch.randn(21, 37, generator=torch.Generator().manual_seed(0))
-    weights = torch.rand(21, 3, generator=torch.Generator().manual_seed(1))
+    ids = make_ids(45, 10, 3, 0.2)  # several steps of each warp
+    rows = torch.randn(45, 37, generator=torch.Generator().manual_seed(0))
+    weights = torch.rand(45, 3, generator=torch.Generator().manual_seed(1))
     routed = route_rows(ids, 10, kernels)
     gathered = gather_rows(rows, routed, kernels)
     output = torch.full_like(rows, torch.nan)

@@ -311,13 +311,14 @@ def down(
     return results
 
 
-def _constants(tiles: Tiles) -> dict[str, int]:
+def _constants(tiles: Tiles) -> dict[str, int | bool]:
     return {
         "ROWS": tiles.rows,
         "OUTPUTS": tiles.outputs,
         "INPUTS": tiles.inputs,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
+        "enable_fp_fusion": False,  # Triton's default differs between versions
     }
 
 
