@@ -142,11 +142,11 @@ __device__ void collect_demand(const Layer& layer, Shared& shared) {
     double demand = 0.0, mass = 0.0;
     int assigned = 0;
     bool anchored = false;
-    for (int word = 0; word < ROW_WORDS; ++word) {
+    NOT_UNROLLED for (int word = 0; word < ROW_WORDS; ++word) {
       unsigned rows = shared.wanted[word][expert];
       assigned += __popc(rows);
       anchored |= (rows & shared.anchor_rows[word]) != 0;
-      for (; rows != 0; rows &= rows - 1) {
+      NOT_UNROLLED for (; rows != 0; rows &= rows - 1) {
         const int row = word * 32 + __ffs(static_cast<int>(rows)) - 1;
         const float score = gate(layer, shared, row, expert);
         demand += score * layer.row_weights[row];
@@ -238,7 +238,7 @@ __device__ void best_two(const Layer& layer, const Shared& shared, int row, int 
                          bool only_eligible, Ranked& first, Ranked& second) {
   first = second = {negative_infinity(), -1};
   const int begin = group * layer.group_size();
-  for (int expert = begin; expert < begin + layer.group_size(); ++expert) {
+  NOT_UNROLLED for (int expert = begin; expert < begin + layer.group_size(); ++expert) {
     if (only_eligible && !shared.eligible[expert]) continue;
     const Ranked candidate = {choice(layer, row, expert), expert};
     if (first.expert < 0 || is_before(candidate, first)) {
@@ -259,7 +259,7 @@ __device__ unsigned chosen_groups(const Layer& layer, const Shared& shared, int 
     own.value = first.value + second.value;
   }
   int place = 0;
-  for (int group = 0; group < layer.num_groups; ++group) {
+  NOT_UNROLLED for (int group = 0; group < layer.num_groups; ++group) {
     const Ranked rival = {__shfl_sync(ALL_LANES, own.value, group), group};
     place += is_before(rival, own);
   }
@@ -292,7 +292,7 @@ __device__ bool is_choosable(const Shared& shared, int group) {
 // Whether some choice of groups holds fewer than K eligible experts: whether the poorest does.
 __device__ bool is_starved(const Layer& layer, const Shared& shared) {
   int poorest = 0;
-  for (int group = 0; group < layer.num_groups; ++group) {
+  NOT_UNROLLED for (int group = 0; group < layer.num_groups; ++group) {
     const int members =
         is_choosable(shared, group) ? shared.group_members[group] : layer.num_experts;
     int place = 0;
@@ -353,7 +353,7 @@ __device__ int constrained_topk(const Layer& layer, const Shared& shared, int ro
   const unsigned groups = layer.is_grouped() ? chosen_groups(layer, shared, row, true) : ALL_LANES;
   int own = -1;
   Ranked last = {0.0f, -1};
-  for (int slot = 0; slot < layer.experts_per_row; ++slot) {
+  NOT_UNROLLED for (int slot = 0; slot < layer.experts_per_row; ++slot) {
     last = next_best(layer, shared, row, groups, last);
     if (last.expert < 0) break;
     if (slot == lane_id()) own = last.expert;

@@ -100,14 +100,17 @@ __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % WARP; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / WARP; }
 __device__ inline int num_warps() { return static_cast<int>(blockDim.x) / WARP; }
 
+// Keeps the loop behind it one turn long. Mostly such loops have few turns, and copies of a large body
+// cost more in instructions than they save.
+#define NOT_UNROLLED _Pragma("unroll 1")
+
 // The items below `count` of each thread of the block, each warp of the block, each lane of the warp.
-// Not unrolled: mostly they have one turn, and a fourfold body would be four times the code.
 #define BLOCK_LOOP(item, count) \
-  _Pragma("unroll 1") for (int item = threadIdx.x; item < (count); item += blockDim.x)
+  NOT_UNROLLED for (int item = threadIdx.x; item < (count); item += blockDim.x)
 #define WARP_LOOP(item, count) \
-  _Pragma("unroll 1") for (int item = warp_id(); item < (count); item += num_warps())
+  NOT_UNROLLED for (int item = warp_id(); item < (count); item += num_warps())
 #define LANE_LOOP(item, count) \
-  _Pragma("unroll 1") for (int item = lane_id(); item < (count); item += WARP)
+  NOT_UNROLLED for (int item = lane_id(); item < (count); item += WARP)
 
 // The exchange has the same pattern in every lane, so all lanes get the same bits.
 __device__ inline float warp_sum(float value) {

@@ -1,4 +1,4 @@
-"""Runs `cuda/*.cu` on the CPU: built by g++ behind `host/cuda_on_host.hpp`, one program a kernel."""
+"""Runs `cuda/*.cu` on the CPU, built by g++ behind `host/cuda_on_host.hpp`: a program a kernel."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from acceptmoe.assets import asset_dir
+from acceptmoe.ops.cuda_kernels import Argument
 
 HOST_DIR = Path(__file__).parent / "host"
 SANITIZERS = {
@@ -29,7 +29,6 @@ SANITIZER_ENVIRONMENT = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": f"exitcode={SANITIZER_EXIT_CODE}",
 }
-Argument = Tensor | np.generic | None
 
 
 class HostKernelError(RuntimeError):

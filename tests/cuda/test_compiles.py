@@ -53,9 +53,7 @@ def test_every_source_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "defines", "architecture"), BUILDS, ids=str)
-def test_nvrtc_compiles_the_kernel(
-    kernel: str, defines: dict[str, str], architecture: int
-) -> None:
+def test_nvrtc_compiles_the_kernel(kernel: str, defines: dict[str, str], architecture: int) -> None:
     cubin = compile_cubin(kernel, defines, architecture)
     assert cubin.startswith(b"\x7fELF")
     assert kernel.encode() in cubin

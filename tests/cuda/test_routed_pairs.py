@@ -59,7 +59,9 @@ def test_pairs_are_sorted_by_expert_and_then_by_row(
 
 
 # Sizes in bytes that are and are not multiples of 16.
-@pytest.mark.parametrize(("width", "dtype"), [(72, torch.bfloat16), (37, torch.float16), (33, None)])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(72, torch.bfloat16), (37, torch.float16), (33, None)]
+)
 def test_gathered_rows_are_the_rows_of_the_pairs(
     width: int, dtype: torch.dtype | None, kernels: HostKernels
 ) -> None:

@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer, UBSan and ThreadSanitizer, and proof that these see a fault."""
+"""The kernels under AddressSanitizer, UBSan and ThreadSanitizer, and faults that these must see."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def removed(kernel: str, barrier: str, after: str) -> dict[str, str]:
         ("route_rows", "__syncwarp();", "next[expert] += __popc"),
     ],
 )
-def test_a_removed_barrier_is_found(
-    kernel: str, barrier: str, after: str, tmp_path: Path
-) -> None:
+def test_a_removed_barrier_is_found(kernel: str, barrier: str, after: str, tmp_path: Path) -> None:
     kernels = HostKernels(tmp_path, "thread", NUM_THREADS, edits=removed(kernel, barrier, after))
     with pytest.raises(HostKernelError, match="data race") as caught:
         move_rows(kernels) if kernel == "route_rows" else check(SELECTIONS[0], kernels)

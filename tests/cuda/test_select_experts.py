@@ -268,14 +268,14 @@ def test_a_block_of_padding_touches_no_expert(kernels: HostKernels) -> None:
     ],
     ids=["rows", "experts", "experts per row", "groups"],
 )
-def test_sizes_beyond_the_kernel_are_refused(
-    case: Case, text: str, kernels: HostKernels
-) -> None:
+def test_sizes_beyond_the_kernel_are_refused(case: Case, text: str, kernels: HostKernels) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         run(case, make_inputs(case), kernels)
 
 
 def test_other_dtypes_are_refused(kernels: HostKernels) -> None:
     case = Case(2, 8, 2, dtype=torch.float64)
-    with pytest.raises(InvalidArgumentError, match=r"logits is in torch\.float64; the kernels take"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"logits is in torch\.float64; the kernels take"
+    ):
         run(case, make_inputs(case), kernels)

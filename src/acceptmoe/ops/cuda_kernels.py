@@ -18,7 +18,8 @@ from torch import Tensor
 from acceptmoe.assets import asset_dir
 from acceptmoe.errors import InvalidArgumentError
 
-Argument = Tensor | np.generic | None  # a pointer, a number, a null pointer
+Number = np.int32 | np.int64 | np.uint64 | np.float32
+Argument = Tensor | Number | None  # a pointer, a number, a null pointer
 
 # What the sources call the element types.
 CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -108,7 +109,7 @@ def _compile(kernel: str, defines: Mapping[str, str], device: torch.device) -> A
         return module.get_function(kernel)
 
 
-def _kernel_argument(argument: Argument) -> np.generic:
+def _kernel_argument(argument: Argument) -> Number:
     if argument is None:
         return np.uint64(0)
     return np.uint64(argument.data_ptr()) if isinstance(argument, Tensor) else argument

@@ -23,8 +23,8 @@ class RoutedPairs:
     """Which experts a block touches and which pairs are whose; all int32, on the device.
 
     `sorted_pairs` [P]: the pairs (row * K + slot), those of the union's first expert first, then -1
-    for those without an expert. `pair_places` [P]: the reverse, -1 for those with an id below 0, -2
-    for those with one that does not exist: `combine_rows` makes their rows NaN. `union_experts` [U]:
+    for those without an expert. `pair_places` [P]: the reverse; -1 where the id is below 0, and -2
+    where there is no such expert, for which `combine_rows` makes the row NaN. `union_experts` [U]:
     the touched experts in ascending order, then -1. `union_offsets` [U + 1]: where the pairs of
     each begin. `num_union` [1]: how many are touched.
     """
@@ -40,8 +40,8 @@ def route_rows(ids: Tensor, num_experts: int, kernels: Kernels) -> RoutedPairs:
     """Sorts the pairs of contiguous `ids` [T, K] int64, stably; ids below 0 are left out."""
     num_pairs = ids.numel()
     largest_union = min(num_experts, num_pairs)
-    sizes = (num_pairs, num_pairs, largest_union, largest_union + 1, 1)
-    parts = ids.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
+    sizes = [num_pairs, num_pairs, largest_union, largest_union + 1, 1]
+    parts = torch.split(ids.new_empty(sum(sizes), dtype=torch.int32), sizes)
     arguments = (ids, np.int32(num_pairs), np.int32(num_experts), *parts)
     kernels.launch("route_rows", {}, grid=1, block=NUM_THREADS, arguments=arguments)
     return RoutedPairs(*parts)
