@@ -49,13 +49,14 @@ TRANSFORMERS_HOMES = {
 }
 HOMES = {
     "cupy": {"ops"},
+    "matplotlib": {"bench"},
     "triton": {"ops"},
     "rich": {"cli"},
     "typer": {"cli"},
     "transformers": TRANSFORMERS_HOMES,
 }
 # What `import acceptmoe` must not need: some users have no GPU, some no terminal.
-NOT_IMPORTED = ("cupy", "triton", "rich", "typer")
+NOT_IMPORTED = ("cupy", "matplotlib", "triton", "rich", "typer")
 
 
 def imported_modules(source: str, package: tuple[str, ...]) -> set[str]:

@@ -37,6 +37,9 @@ EVERY_POLICY = (
     "xshare:size=6",
     "oea:top=2",
     "lynx:drop=0.25",
+    "evict",
+    "utility",
+    "s2:size=6",
 )
 
 

@@ -54,6 +54,7 @@ def wrap(
     max_depth: int = 5,
     audit: float = 0.0,
     max_kl: float | None = None,
+    guard: bool = False,
     allow_table_mismatch: bool = False,
 ) -> Model:
     """`model` itself, whose `generate` now decodes by speculative trees on few experts.
@@ -68,7 +69,7 @@ def wrap(
         drafter: "ngram" (prompt lookup, no weights), a causal language model with the target's
             vocabulary, a checkpoint folder, or any `Drafter`.
         policy: "accept" (the default: path-aware commitment), "accept-depth" (the rule of
-            arXiv 2608.02989), "natural" (lossless), or any `RoutingPolicy`.
+            arXiv 2608.02989), "natural", "evict" or "utility" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
         audit: Share of verification blocks that are run under natural routing too, from the same
@@ -79,6 +80,9 @@ def wrap(
             above it, the model routes naturally until `model.acceptmoe.resume_policy()`, warns
             with `KLLimitWarning` and says so in the report. Under a natural policy the KL is 0
             and the limit never acts.
+        guard: Draft only while it pays, measured on the model's own steps, so that decoding is not
+            meaningfully slower than without drafts however bad the drafter is. `report()` has the
+            state, the reason and the rates. Steps without a draft route naturally.
         allow_table_mismatch: Let a policy that reads the commitment by depth run with a tree that
             its table was not made for.
 
@@ -97,6 +101,8 @@ def wrap(
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
     check_audit(audit, max_kl)
+    if not isinstance(guard, bool):
+        raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
     chosen_policy = load_policy(policy)
     chosen_drafter = load_drafter(drafter)
     chosen_drafter.check_target(model)
@@ -116,6 +122,7 @@ def wrap(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
     )
     session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
+    session.guard = guard
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model

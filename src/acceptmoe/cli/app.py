@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from acceptmoe import __version__
+from acceptmoe.cli.audit import audit
+from acceptmoe.cli.bench import bench
 from acceptmoe.cli.calibrate import calibrate
 from acceptmoe.cli.demo import demo
 from acceptmoe.cli.generate import generate
@@ -29,9 +31,11 @@ for command, example in (
         calibrate,
         "acceptmoe calibrate --target tiny-qwen3-moe --drafter ngram --out ngram.json",
     ),
+    (audit, "acceptmoe audit --target tiny-qwen3-moe --prompts my-prompts.txt --compare"),
     (info, "acceptmoe info --json"),
 ):
     app.command(epilog=f"Example:  {example}")(command)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(is_asked: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from acceptmoe.bench.provenance import command_line
-from acceptmoe.bench.workloads import encode, mixed_problems
+from acceptmoe.bench.workloads import encode
 from acceptmoe.calibrate import calibrate as make_table
 from acceptmoe.cli.console import print_json, print_line, print_remark, progress_bar, reports_errors
 from acceptmoe.cli.loading import LoadingError, open_drafter, open_target
@@ -24,6 +24,7 @@ from acceptmoe.cli.options import (
     NumNodes,
     Seed,
 )
+from acceptmoe.cli.prompts import read_prompts
 from acceptmoe.targets.tasks import TASKS
 
 SPLIT = "calibration"  # disjoint from the prompts of the demo and the benchmarks
@@ -60,7 +61,8 @@ def calibrate(
 ) -> None:
     """Decode prompts by natural draft trees and count which draft nodes the output commits."""
     check_writable(out)
-    texts = read_prompts(prompts, count, seed)
+    texts = read_prompts(prompts, count, seed, SPLIT)
+    check_number(texts, prompts)
     opened = open_target(target, dtype, device)
     chosen = open_drafter(drafter, opened)
     with progress_bar("decoding") as progress:
@@ -112,28 +114,13 @@ def check_writable(out: Path) -> None:
         raise typer.BadParameter(f"the folder {out.parent} does not exist", param_hint="--out")
 
 
-def read_prompts(spec: str, count: int, seed: int) -> list[str]:
-    """At most `count` different prompts, from a file or from tasks in turn."""
-    tasks = [name.strip() for name in spec.split(",")]
-    if all(task in TASKS for task in tasks):
-        return [problem.prompt for problem in mixed_problems(SPLIT, count, seed, tasks)]
-    file = Path(spec)
-    if not file.is_file():
-        raise typer.BadParameter(
-            f"{spec!r} is no file and not among the tasks {', '.join(TASKS)}",
-            param_hint="--prompts",
-        )
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoadingError(f"{file} cannot be read as text in UTF-8: {error}") from error
-    different = list(dict.fromkeys(line for line in lines if line.strip()))
-    if len(different) < 2:
+def check_number(texts: list[str], prompts: str) -> None:
+    """Fail where nothing could be held out."""
+    if len(texts) < 2:
         raise LoadingError(
-            f"{file} has {len(different)} different prompts, one a line; calibration needs at "
+            f"{prompts} has {len(texts)} different prompts, one a line; calibration needs at "
             "least 2, some are held out"
         )
-    return different[:count]
 
 
 def dataset_name(spec: str) -> str:

@@ -14,7 +14,13 @@ from acceptmoe.api import wrap
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.bench.workloads import encode, end_token_ids
 from acceptmoe.cli.console import print_json, print_remark, reports_errors
-from acceptmoe.cli.loading import bundled_targets, open_drafter, open_table, open_target
+from acceptmoe.cli.loading import (
+    bundled_targets,
+    open_drafter,
+    open_table,
+    open_target,
+    parse_policy,
+)
 from acceptmoe.cli.options import (
     AsJson,
     Device,
@@ -22,13 +28,13 @@ from acceptmoe.cli.options import (
     Drafter,
     Dtype,
     DtypeOption,
+    Guard,
     MaxDepth,
     MaxNewTokens,
     NumNodes,
+    Policy,
     Table,
 )
-from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.policies import DEFAULT_POLICY, POLICIES, RoutingPolicy, load_policy
 
 
 @reports_errors
@@ -45,17 +51,10 @@ def generate(
     ] = None,
     drafter: Drafter = None,
     table: Table = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            help=f"One of {', '.join(POLICIES)}, with settings as in accept:exponent=1.0. "
-            f"Default: {DEFAULT_POLICY}.",
-            show_default=False,
-        ),
-    ] = None,
+    policy: Policy = None,
     num_nodes: NumNodes = 32,
     max_depth: MaxDepth = 5,
+    guard: Guard = False,
     max_new_tokens: MaxNewTokens = 128,
     chat: Annotated[
         bool,
@@ -79,6 +78,7 @@ def generate(
         policy=rule,
         num_nodes=num_nodes,
         max_depth=max_depth,
+        guard=guard,
     )
     end_ids = end_token_ids(model, opened.tokenizer)
     streamer = (
@@ -111,14 +111,6 @@ def generate(
             "provenance": provenance(),
         }
     )
-
-
-def parse_policy(spec: str | None) -> RoutingPolicy:
-    """The policy that an option's value names; a wrong one is a usage error."""
-    try:
-        return load_policy(spec)
-    except InvalidArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--policy") from error
 
 
 def read_prompt(prompt: str) -> str:
@@ -175,4 +167,6 @@ def summary(report: dict[str, Any]) -> str:
             f"{report['experts_used']:.1f} of {report['num_experts']} experts used per layer "
             f"(natural union {report['natural_union']:.1f})"
         )
+    if report["guard_reason"] is not None:
+        parts.append(report["guard_reason"])
     return f"[{report['policy']}] " + ", ".join(parts)

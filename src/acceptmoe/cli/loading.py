@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from acceptmoe.cli.options import Device, Dtype
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter, load_drafter
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
-from acceptmoe.policies import RoutingPolicy
+from acceptmoe.policies import RoutingPolicy, load_policy
 from acceptmoe.table import CommitmentTable, shipped_tables
 from acceptmoe.targets import assistant_folder, eagle3_folder, load_target, target_names
 from acceptmoe.targets.widen import widen
@@ -127,19 +127,29 @@ def widened_drafter(drafter: Drafter, factor: int) -> Drafter:
 def open_table(
     spec: str | None, target: Target, drafter: Drafter, policy: RoutingPolicy
 ) -> CommitmentTable | None:
-    """The table that `spec` names, or the shipped one; None for a policy that reads none."""
-    if not policy.reads_table:
+    """The table that `spec` names, or the shipped one; None where the policy does without."""
+    if not (policy.reads_table or policy.uses_table):
         return None
     if spec is not None:
         return CommitmentTable.load(spec)
     shipped = shipped_table_name(target.name, drafter.name)
     if target.is_bundled and shipped in shipped_tables():
         return CommitmentTable.load(shipped)
+    if not policy.reads_table:
+        return None
     raise InvalidArgumentError(
         f"no table for target {target.name!r} and drafter {drafter.name!r} is shipped; make one "
         f"with 'acceptmoe calibrate --target ... --drafter ... --out FILE' and give --table FILE"
         ". Natural decoding needs none: acceptmoe generate --policy natural"
     )
+
+
+def parse_policy(spec: str | None) -> RoutingPolicy:
+    """The policy that an option's value names; a wrong one is a usage error."""
+    try:
+        return load_policy(spec)
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--policy") from error
 
 
 def shipped_table_name(target: str, drafter: str) -> str:

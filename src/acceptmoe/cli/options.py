@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from acceptmoe.policies import DEFAULT_POLICY, POLICIES
 from acceptmoe.tree import MAX_NODES
 
 MAX_NEW_TOKENS = 1_000_000  # far above any context; an absurd number is a slip
@@ -29,6 +30,15 @@ Table = Annotated[
         show_default=False,
     ),
 ]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help=f"One of {', '.join(POLICIES)}, with settings as in accept:exponent=1.0. "
+        f"Default: {DEFAULT_POLICY}.",
+        show_default=False,
+    ),
+]
 NumNodes = Annotated[
     int, typer.Option(min=1, max=MAX_NODES, help="Nodes of a draft tree, the root included.")
 ]
@@ -36,6 +46,10 @@ MaxDepth = Annotated[
     int, typer.Option(min=1, max=MAX_NODES, help="Drafted tokens on one path of a tree.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, max=MAX_NEW_TOKENS, help="Tokens to decode.")]
+Guard = Annotated[
+    bool,
+    typer.Option("--guard", help="Draft only while it pays; the remark at the end says whether."),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Chooses the prompts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import random
+import sys
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import Cache
 
 from acceptmoe.decoding.audit_statistics import (
+    AuditReport,
     AuditStatistics,
     BlockDivergence,
     row_divergence,
@@ -79,13 +81,41 @@ class KLLimit:
         return True
 
 
+class BlockSampler:
+    """Takes one of each 1 / `share` blocks in a row, at a random place among them.
+
+    Strata keep the number of audited blocks at its share from the first few on; the random place
+    keeps it from following a rhythm of the text. Its own generator starts at `SAMPLING_SEED`.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._random = random.Random(SAMPLING_SEED)
+        self._num_strata = self._num_blocks = 0
+        self._next = self._draw(at_least=0)
+
+    def takes_next(self) -> bool:
+        """Whether the next block is in the sample."""
+        is_taken = self._num_blocks == self._next
+        self._num_blocks += 1
+        if is_taken:
+            self._next = self._draw(at_least=self._num_blocks)
+        return is_taken
+
+    def _draw(self, at_least: int) -> int:
+        """The block that the next stratum gives; two that share a block take it and the next."""
+        place = (self._num_strata + self._random.random()) / self._share
+        self._num_strata += 1
+        return max(int(min(place, sys.maxsize)), at_least)  # inf for shares near 0
+
+
 class Auditor:
     """Chooses blocks, runs them naturally too, and keeps what the comparison shows.
 
-    Every verification block (one with draft nodes) is audited with probability `share`, by a
-    generator of its own that starts at `SAMPLING_SEED` with the session and goes on over calls and
-    resets of the statistics. So the same calls after `wrap` audit the same blocks. After the limit
-    has tripped all blocks are natural and none is audited.
+    Verification blocks (those with draft nodes) are sampled in strata: of each 1 / `share` of them
+    in a row one is audited, at a place drawn by a `BlockSampler`. It starts with the session and
+    goes on over calls and resets of the statistics, so the same calls after `wrap` audit the same
+    blocks. After the limit has tripped all blocks are natural and none is audited.
     """
 
     def __init__(
@@ -94,7 +124,7 @@ class Auditor:
         self.share = float(share)
         self.limit = KLLimit(max_kl)
         self._layer_names = tuple(layer_names)
-        self._random = random.Random(SAMPLING_SEED)
+        self._sampler = BlockSampler(self.share) if share else None
         self._num_seen = 0  # verification blocks of the session
         self._tripped_at_block: int | None = None
         self.reset_statistics()
@@ -118,9 +148,9 @@ class Auditor:
         self, verifier: Verifier, tree: DraftTree, cache: Cache, prefix: Prefix
     ) -> Tensor | None:
         """The logits [T, V] under natural routing if this block is audited, the cache as before."""
-        if tree.num_nodes == 1 or not self.share or self.is_natural:
+        if tree.num_nodes == 1 or self._sampler is None or self.is_natural:
             return None
-        if self._random.random() >= self.share:
+        if not self._sampler.takes_next():
             return None
         block = verifier.verify(tree, cache, prefix, is_natural=True, is_counted=False)
         keep_path(cache, prefix.length, ())
@@ -154,13 +184,17 @@ class Auditor:
                 stacklevel=2,
             )
 
+    def read(self) -> AuditReport:
+        """What the audited blocks showed since `wrap` or `reset_statistics`."""
+        return self._statistics.read()
+
     def report(self) -> dict[str, Any] | None:
         """The audit's part of a session's report; None where nothing is audited."""
         if not self.share:
             return None
         return {
             "share": self.share,
-            **asdict(self._statistics.read()),
+            **asdict(self.read()),
             "running_kl": self.limit.running_kl,
             "max_kl": self.limit.max_kl,
             "max_kl_tripped": self.limit.is_tripped,

@@ -58,10 +58,10 @@ class AuditReport:
     between the raw logits, before any logits processor, over the committed rows: the root and the
     accepted nodes, one for each of the `num_tokens` emitted tokens. `top1` is the share of them
     where both find the same token likeliest. `kl_all_rows` and `top1_all_rows` take all rows of the
-    block, each with the weight of its commitment probability; with a calibrated table they estimate
-    the same from more data. `excluded_mass` is defined as in the routing counters and averaged over
-    the audited blocks. An `_se` is a standard error that takes blocks, not tokens, for independent;
-    None stands for too few blocks.
+    block, each weighted by its commitment probability: what the policy does to the tree, not to
+    the text, and usually more, for drafts that fail are odd text. `excluded_mass` is defined as in
+    the routing counters and averaged over the audited blocks. An `_se` is a standard error that
+    takes blocks, not tokens, for independent; None stands for too few blocks.
     """
 
     num_blocks: int
@@ -267,8 +267,9 @@ def row_masses(routed: RoutedLayer) -> Tensor:
     """
     natural_ids = routed.natural_ids
     is_moved = (natural_ids.sort(-1).values != routed.used_ids.sort(-1).values).any(dim=-1)
-    if routed.eligible is None or routed.gates is None:  # nothing was restricted
+    if routed.eligible is None:  # nothing was restricted, and nothing moved
         return torch.stack([torch.ones_like(is_moved), is_moved, is_moved]).double()
+    assert routed.gates is not None  # whoever restricts hands both over
     gates = routed.gates.gather(1, natural_ids).double()
     excluded = gates.masked_fill(routed.eligible[natural_ids], 0.0)
     return torch.stack([gates.sum(dim=-1), excluded.sum(dim=-1), is_moved.double()])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from acceptmoe.decoding.acceptance import accept_greedy
+from acceptmoe.decoding.deferred import DeferredDrafter
 from acceptmoe.decoding.emission import TokenEmitter
 from acceptmoe.decoding.session import Session
+from acceptmoe.decoding.steering import Steering
 from acceptmoe.decoding.verify import Prefix, Verifier
 from acceptmoe.errors import DrafterError
 from acceptmoe.models.kv import cache_capacity, keep_path, rolled_back_on_error
+from acceptmoe.policies.history import DecodingStep
 from acceptmoe.tree import DraftTree, sibling_tokens_are_distinct
 
 
@@ -32,7 +33,8 @@ def decode(
     `first_features` [P', F] are the target's states at its last P' tokens. Nothing is drafted that
     could only be emitted beyond `max_length` tokens.
     """
-    drafter, statistics, auditor = session.drafter, session.statistics, session.auditor
+    drafter, statistics, clock = DeferredDrafter(session.drafter), session.statistics, session.clock
+    steering, auditor = session.begin_text(), session.auditor
     verifier = Verifier(model, session.adapter, session.patch, session.tap, session.table)
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
@@ -42,10 +44,11 @@ def decode(
     if is_finished:
         return
     drafter.start(prompt, root, first_features)
-    clock = time.perf_counter
     while not is_finished:
         start = clock()
-        tree = draft(session, root, max_length - emitter.input_ids.shape[1], cache, prefix)
+        num_wanted = max_length - emitter.input_ids.shape[1]
+        size, max_depth = draft_limits(session, steering, num_wanted, cache, prefix)
+        tree = steering.prune(draft(session, drafter, root, size, max_depth))
         drafted = clock()
         with rolled_back_on_error(cache, prefix.length):
             natural = auditor.natural_pass(verifier, tree, cache, prefix)
@@ -64,23 +67,41 @@ def decode(
             observe(tree, path.nodes)
         statistics.count_block(tree.num_nodes, len(path.tokens))
         committed = clock()
-        statistics.draft_s += drafted - start
-        statistics.verify_s += verified - audited
-        statistics.commit_s += committed - verified
         auditor.after_block(tree, block, path.nodes, natural)
         statistics.audit_s += audited - drafted + clock() - committed
+        step = DecodingStep(
+            size=size,
+            num_nodes=tree.num_nodes,
+            num_tokens=len(path.tokens),
+            draft_s=drafted - start,
+            pass_s=committed - audited,
+            is_cut_short=is_finished or max_depth < session.max_depth,
+        )
+        steering.record(step)
+        statistics.draft_s += step.draft_s
+        statistics.verify_s += verified - audited
+        statistics.commit_s += committed - verified
 
 
-def draft(session: Session, root: int, num_wanted: int, cache: Cache, prefix: Prefix) -> DraftTree:
-    """The drafter's proposal, no larger than what can still be emitted and what the cache holds."""
+def draft_limits(
+    session: Session, steering: Steering, num_wanted: int, cache: Cache, prefix: Prefix
+) -> tuple[int, int]:
+    """Nodes and depth of the next draft: no more than pays, can be emitted, and the cache holds."""
+    max_depth = min(session.max_depth, num_wanted - 1)
+    num_nodes = steering.num_nodes()
     capacity = cache_capacity(cache)
-    num_nodes = session.num_nodes
     if capacity is not None:
         num_nodes = min(num_nodes, capacity - prefix.length)
-    max_depth = min(session.max_depth, num_wanted - 1)
-    if num_nodes <= 1 or max_depth < 1:
+    return (num_nodes, max_depth) if num_nodes > 1 and max_depth >= 1 else (1, max_depth)
+
+
+def draft(
+    session: Session, drafter: DeferredDrafter, root: int, num_nodes: int, max_depth: int
+) -> DraftTree:
+    """The drafter's proposal; the root alone where there is nothing to ask for."""
+    if num_nodes == 1:
         return DraftTree.root_only(root)
-    tree = session.drafter.propose(num_nodes, max_depth)
+    tree = drafter.propose(num_nodes, max_depth)
     check_proposal(session, tree, root, num_nodes, max_depth)
     return tree
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from transformers import PreTrainedModel
 
 from acceptmoe.decoding.audit import Auditor
 from acceptmoe.decoding.statistics import DecodingStatistics
+from acceptmoe.decoding.steering import Steering, guard_report
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
 from acceptmoe.policies import RoutingPolicy
+from acceptmoe.policies.history import StepHistory
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
 
@@ -29,7 +32,8 @@ class Session:
     """One wrapped model: its policy, table and drafter, the hooks, the counts.
 
     `observers` are called after every verification block with the tree and the committed nodes.
-    One `generate` at a time is let in (`exclusive`); the drafter is its alone.
+    One `generate` at a time is let in (`exclusive`); the drafter is its alone. With `guard` drafts
+    are made only while they pay; `history`, what steps cost and yield, outlives a `generate`.
     """
 
     adapter: MoEAdapter
@@ -43,6 +47,10 @@ class Session:
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
     auditor: Auditor = field(default_factory=Auditor)
+    guard: bool = False
+    history: StepHistory = field(default_factory=StepHistory)
+    clock: Callable[[], float] = time.perf_counter  # seconds; tests bring their own
+    _steering: Steering | None = None  # of the latest `generate`
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
 
@@ -88,6 +96,13 @@ class Session:
                 )
             yield
 
+    def begin_text(self) -> Steering:
+        """The decisions of one `generate` about its drafts, which begin anew with it."""
+        self._steering = Steering(
+            self.policy, self.table, self.num_nodes, self.history, guard=self.guard
+        )
+        return self._steering
+
     def detach(self) -> None:
         """Take every hook off the model."""
         self.patch.detach()
@@ -100,6 +115,7 @@ class Session:
         statistics: they go on as they were.
         """
         self.statistics = DecodingStatistics()
+        self.history.num_guarded_steps = 0
         self.patch.reset_counters()
         self.auditor.reset_statistics()
 
@@ -127,6 +143,7 @@ class Session:
             **self.statistics.read(),
             **routing,
             "audit": self.auditor.report(),
+            **guard_report(None if self._steering is None else self._steering.gate, self.history),
         }
 
     def __repr__(self) -> str:

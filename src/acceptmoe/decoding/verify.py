@@ -60,6 +60,7 @@ class Verifier:
     ) -> None:
         self._model, self._adapter, self._patch, self._tap = model, adapter, patch, tap
         self._table = table
+        self._has_padding: bool | None = None  # read once, when it is first asked for
 
     def verify(
         self,
@@ -75,6 +76,8 @@ class Verifier:
         A tree that is its root alone is an ordinary decoding step and routes naturally; with
         `is_natural` every tree does. The routing counters get it unless `is_counted` is False.
         """
+        if tree.num_nodes == 1:
+            return self._plain_step(tree.tokens[0], cache, prefix)
         device = self._model.device
         num_slots = cache_capacity(cache) or prefix.length + tree.num_nodes
         masks = self._adapter.tree_masks(tree.shape, prefix.is_valid, num_slots, self._model.dtype)
@@ -87,17 +90,30 @@ class Verifier:
             "use_cache": True,
             "output_router_logits": False,  # its loss cannot read a 4-D mask
         }
-        with self._tap.recording():
-            if tree.num_nodes == 1:
-                output = self._model(**inputs, return_dict=True)
-                rows, layers = None, []
-            else:
-                rows = self._rows(tree, depths)
-                with self._patch.verifying(
-                    rows, is_natural=is_natural, is_counted=is_counted
-                ) as layers:
-                    output = self._model(**inputs, return_dict=True)
+        rows = self._rows(tree, depths)
+        routing = self._patch.verifying(rows, is_natural=is_natural, is_counted=is_counted)
+        with self._tap.recording(), routing as layers:
+            output = self._model(**inputs, return_dict=True)
         return VerifiedBlock(output.logits[0], self._tap.features, rows, layers)
+
+    def _plain_step(self, token: int, cache: Cache, prefix: Prefix) -> VerifiedBlock:
+        """An ordinary decoding step, with the model's own mask: none at all where it needs none.
+
+        An additive mask would make attention repeat keys and values for every query head.
+        """
+        if self._has_padding is None:
+            self._has_padding = not bool(prefix.is_valid.all())  # what comes later is no padding
+        device = self._model.device
+        inputs = {
+            "input_ids": torch.tensor([[token]], device=device),
+            "attention_mask": prefix.extended(1).is_valid[None] if self._has_padding else None,
+            "position_ids": torch.tensor([[prefix.next_position]], device=device),
+            self._adapter.cache_keyword: cache,
+            "use_cache": True,
+        }
+        with self._tap.recording():
+            output = self._model(**inputs, return_dict=True)
+        return VerifiedBlock(output.logits[0], self._tap.features)
 
     def _rows(self, tree: DraftTree, depths: Tensor) -> BlockRows:
         probabilities = torch.tensor(tree.path_probabilities, device=depths.device)

@@ -98,4 +98,4 @@ def rolled_back_on_error(cache: Cache, prefix_length: int) -> Iterator[None]:
 
 
 def _narrow(states: Tensor, length: int) -> Tensor:
-    return states[:, :, :length]
+    return states if states.shape[2] == length else states[:, :, :length]

@@ -7,11 +7,14 @@ import inspect
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.accept import AcceptPolicy
 from acceptmoe.policies.accept_depth import AcceptDepthPolicy
+from acceptmoe.policies.evict import EvictPolicy
 from acceptmoe.policies.lynx import LynxPolicy
 from acceptmoe.policies.moe_spec import MoeSpecPolicy
 from acceptmoe.policies.natural import NaturalPolicy
 from acceptmoe.policies.oea import OEAPolicy
 from acceptmoe.policies.policy import FusedParams, RoutingPolicy
+from acceptmoe.policies.s2 import S2Policy
+from acceptmoe.policies.utility import UtilityPolicy
 from acceptmoe.policies.xshare import XSharePolicy
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
@@ -20,10 +23,13 @@ POLICIES: dict[str, type[RoutingPolicy]] = {
         AcceptPolicy,
         AcceptDepthPolicy,
         NaturalPolicy,
+        EvictPolicy,
+        UtilityPolicy,
         MoeSpecPolicy,
         XSharePolicy,
         OEAPolicy,
         LynxPolicy,
+        S2Policy,
     )
 }
 DEFAULT_POLICY = AcceptPolicy.name
@@ -101,12 +107,15 @@ __all__ = [
     "POLICIES",
     "AcceptDepthPolicy",
     "AcceptPolicy",
+    "EvictPolicy",
     "FusedParams",
     "LynxPolicy",
     "MoeSpecPolicy",
     "NaturalPolicy",
     "OEAPolicy",
     "RoutingPolicy",
+    "S2Policy",
+    "UtilityPolicy",
     "XSharePolicy",
     "load_policy",
 ]

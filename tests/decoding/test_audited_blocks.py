@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from acceptmoe.decoding.audit import (
     MIN_BLOCKS,
     WINDOW_BLOCKS,
     Auditor,
+    BlockSampler,
     KLLimit,
     check_audit,
 )
@@ -183,8 +185,19 @@ def test_the_share_of_audited_blocks_is_the_one_asked_for() -> None:
         auditor.natural_pass(Verifier(), tree, DynamicCache(), prefix) is not None
         for _ in range(num_blocks)
     )
-    # Three standard deviations of a binomial share.
-    assert abs(num_audited - 100) < 3 * math.sqrt(num_blocks * 0.02 * 0.98)
+    assert num_audited == 100
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.3, 0.75, 1.0])
+def test_samples_keep_to_their_share_at_places_that_vary(share: float) -> None:
+    sampler, num_blocks = BlockSampler(share), 1200
+    taken = [block for block in range(num_blocks) if sampler.takes_next()]
+    assert abs(len(taken) - share * num_blocks) <= 1
+    for stratum, block in enumerate(taken):
+        # One in each stretch of 1 / share blocks, or just behind it where two meet in one block.
+        assert stratum / share - 1 < block < (stratum + 1) / share + 1
+    gaps = {later - earlier for earlier, later in pairwise(taken)}
+    assert (len(gaps) > 1) == (share < 1.0)
 
 
 def test_a_pass_of_the_root_alone_is_never_audited() -> None:
@@ -195,6 +208,11 @@ def test_a_pass_of_the_root_alone_is_never_audited() -> None:
     assert report["audit"]["num_blocks"] == 0
     assert report["audit"]["kl"] is None
     assert report["audit"]["by_depth"] == ()
+
+
+def test_a_share_next_to_nothing_takes_nothing() -> None:
+    sampler = BlockSampler(5e-324)
+    assert not any(sampler.takes_next() for _ in range(100))
 
 
 # What is recorded

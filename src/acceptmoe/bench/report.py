@@ -1,0 +1,239 @@
+"""The report of a folder of results: figures, claims and tables on one page, and PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from acceptmoe.bench.page import (
+    Column,
+    Figure,
+    bullets,
+    facts,
+    figures,
+    heading,
+    page,
+    paragraph,
+    table,
+)
+from acceptmoe.bench.plots import (
+    check_matplotlib,
+    draw,
+    plot_accuracy,
+    plot_calibration,
+    plot_kl,
+    plot_lengths,
+    plot_speed,
+    row_label,
+    speed_label,
+)
+from acceptmoe.bench.results import Results, Row, load_results
+from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.policies import DEFAULT_POLICY
+from acceptmoe.table import CommitmentTable, shipped_tables
+
+PAGE = "report.html"
+QUALITY_COLUMNS = (
+    Column("prompts", "num_prompts", "{}"),
+    Column("correct", "accuracy", "{:.1%}"),
+    Column("points", "difference_points", "{:+.2f}", "accuracy minus natural's"),
+    Column("from", "difference_low_points", "{:+.2f}", "95 % bootstrap interval"),
+    Column("to", "difference_high_points", "{:+.2f}", "95 % bootstrap interval"),
+    Column("KL", "kl", "{:.5f}", "nats per token, against the unwrapped model"),
+    Column("KL a step", "kl_step", "{:.5f}", "natural against restricted, from the same cache"),
+    Column("top-1", "top1", "{:.4f}"),
+    Column("length", "accepted_length", "{:.2f}", "tokens per verification pass"),
+    Column("union", "natural_union", "{:.1f}", "experts that the rows want"),
+    Column("eligible", "eligible", "{:.1f}"),
+    Column("used", "experts_used", "{:.1f}"),
+    Column("of", "num_experts", "{}"),
+    Column("same text", "same_as_natural", "{:.0%}"),
+)
+SPEED_COLUMNS = (
+    Column("tokens/s", "tokens_per_s", "{:.1f}", "of decoding, median over prompts"),
+    Column("q1", "q1", "{:.1f}"),
+    Column("q3", "q3", "{:.1f}"),
+    Column("whole call", "call_tokens_per_s", "{:.1f}", "prefill included"),
+    Column("length", "accepted_length", "{:.2f}", "tokens per verification pass"),
+    Column("union", "natural_union", "{:.1f}"),
+    Column("used", "experts_used", "{:.1f}"),
+    Column("same text", "same_as_natural", "{:.0%}"),
+)
+
+
+def write_report(folder: Path) -> list[Path]:
+    """Write `report.html` and the PNG files of its figures into `folder`; the files, page first.
+
+    Reads quality.json and speed.json there, as far as they exist. Raises `InvalidArgumentError`
+    where neither does, and `MissingPlotExtraError` without matplotlib.
+    """
+    found = {name: folder / f"{name}.json" for name in ("quality", "speed")}
+    results = {name: load_results(path) for name, path in found.items() if path.is_file()}
+    if not results:
+        raise InvalidArgumentError(
+            f"{folder} has neither quality.json nor speed.json; measure first: acceptmoe bench run "
+            f"all --out {folder}"
+        )
+    check_matplotlib()
+    parts: list[str] = []
+    drawn: list[Figure] = []
+    if "quality" in results:
+        parts += quality_parts(results["quality"], drawn)
+    if "speed" in results:
+        parts += speed_parts(results["speed"], drawn)
+    parts += calibration_parts(results, drawn)
+    for name, result in results.items():
+        parts += [heading(f"How {name} was measured"), facts(result.content.get("provenance", {}))]
+    paths = [folder / PAGE]
+    paths[0].write_text(page("AcceptMoE: what the benchmarks found", parts), encoding="utf-8")
+    for figure in drawn:
+        path = folder / f"{figure.name}.png"
+        path.write_bytes(figure.png)
+        paths.append(path)
+    return paths
+
+
+def quality_parts(results: Results, drawn: list[Figure]) -> list[str]:
+    """Claims, three figures a target, and a table for each pair."""
+    rows = results.rows
+    by_target = grouped(rows, "target")
+    parts = [heading("Quality"), bullets(quality_claims(results.content["summary"]))]
+    kinds = (
+        ("experts used against KL", "kl", plot_kl, "every policy a curve; lower left is better"),
+        (
+            "experts used against accuracy",
+            "accuracy",
+            plot_accuracy,
+            "every policy a curve; upper left is better",
+        ),
+        ("accepted length", "length", plot_lengths, "tokens per verification pass, by policy"),
+    )
+    for title, name, plot, remark in kinds:
+        made = [
+            Figure(
+                f"quality-{name}-{target}",
+                draw(plot(group), target),
+                f"{target}: {title}, {remark}",
+            )
+            for target, group in by_target.items()
+        ]
+        drawn += made
+        parts += [
+            heading(f"{title[0].upper()}{title[1:]}", 3),
+            paragraph(f"Means over the tasks; {remark}."),
+            figures(made),
+        ]
+    for target, group in by_target.items():
+        for task, pair in grouped(group, "task").items():
+            is_ours = [row["policy"] == DEFAULT_POLICY for row in pair]
+            labels = [row_label(row) for row in pair]
+            parts += [
+                heading(f"{target}, {task}", 3),
+                table(pair, labels, QUALITY_COLUMNS, is_ours),
+            ]
+    return parts
+
+
+def quality_claims(summary: dict[str, Any]) -> Iterable[tuple[str, bool]]:
+    """The summary in sentences, each with whether it is as one would wish."""
+    for claim in summary["accuracy"]:
+        yield (
+            f"{claim['policy']}: {claim['mean_difference_points']:+.2f} points from natural over "
+            f"{claim['num_pairs']} pairs of target and task (95 %: {claim['low_points']:+.2f} to "
+            f"{claim['high_points']:+.2f}); worst pair {', '.join(claim['worst_pair'])} at "
+            f"{claim['worst_difference_points']:+.2f}.",
+            True,
+        )
+    for claim in summary["default_against_paper"]:
+        yield (
+            f"{claim['target']}: {claim['experts_used']:.1f} experts used at KL {claim['kl']:.5f}; "
+            f"the paper's rule {claim['experts_used_paper']:.1f} at {claim['kl_paper']:.5f}.",
+            claim["experts_used"] <= claim["experts_used_paper"]
+            and claim["kl"] <= claim["kl_paper"],
+        )
+    rivals = summary["default_against_moe_spec"]
+    if rivals:
+        num_dominated = sum(claim["is_dominated"] for claim in rivals)
+        yield (
+            f"Of {len(rivals)} budgets of MoE-Spec over all targets, {num_dominated} are "
+            "dominated: some setting of the default uses no more experts at no higher KL.",
+            num_dominated == len(rivals),
+        )
+
+
+def speed_parts(results: Results, drawn: list[Figure]) -> list[str]:
+    """Claims, a figure a target, and a table for each."""
+    by_target = grouped(results.rows, "target")
+    made = [
+        Figure(
+            f"speed-{target}",
+            draw(plot_speed(group), target),
+            f"{target}: tokens per second of every policy at its best tree, with quartiles",
+        )
+        for target, group in by_target.items()
+    ]
+    drawn += made
+    settings = results.content.get("settings", {})
+    parts = [
+        heading("Speed"),
+        paragraph(
+            f"Targets widened {settings.get('factor')} times, {settings.get('dtype')}, batch 1, "
+            f"drafter {settings.get('drafter')}. Each policy at the tree that was best on tuning "
+            "prompts, natural at 32 and 64 nodes as well; all arms in turn on test prompts."
+        ),
+        bullets(speed_claims(results.content["summary"])),
+        figures(made),
+    ]
+    for target, group in by_target.items():
+        is_ours = [row["policy"] == DEFAULT_POLICY for row in group]
+        labels = [speed_label(row) for row in group]
+        parts += [heading(target, 3), table(group, labels, SPEED_COLUMNS, is_ours)]
+    return parts
+
+
+def speed_claims(summary: Sequence[Row]) -> Iterable[tuple[str, bool]]:
+    """How the default's best tree stands against everything else."""
+    for claim in summary:
+        ratios = {name: found for name, found in claim["ratios"].items() if found is not None}
+        yield (
+            f"{claim['target']}: {claim['tokens_per_s']:.1f} tokens/s at {claim['num_nodes']} "
+            "nodes; "
+            + ", ".join(
+                f"{found['median']:.2f} times {name} ({found['low']:.2f} to {found['high']:.2f})"
+                for name, found in ratios.items()
+            )
+            + ".",
+            all(found["median"] >= 1 for found in ratios.values()),
+        )
+
+
+def calibration_parts(results: dict[str, Results], drawn: list[Figure]) -> list[str]:
+    """The curve of every shipped table of the measured targets."""
+    targets = {row["target"] for result in results.values() for row in result.rows}
+    made = []
+    for name in shipped_tables():
+        loaded = CommitmentTable.load(name)
+        if loaded.target in targets:
+            title = f"{loaded.target}, {loaded.drafter}"
+            png = draw(plot_calibration(loaded), title)
+            made.append(Figure(f"calibration-{name}", png, f"{title}: calibration curve"))
+    if not made:
+        return []
+    drawn += made
+    return [
+        heading("Calibration"),
+        paragraph(
+            "How often a draft node was committed, by the drafter's probability of its path: what "
+            "the tables turn one into the other with. On the dashed line the drafter is right."
+        ),
+        figures(made),
+    ]
+
+
+def grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:
+    """The rows by one of their values, in the order in which it appears."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[name], []).append(row)
+    return groups

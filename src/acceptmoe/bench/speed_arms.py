@@ -1,0 +1,107 @@
+"""The ways of decoding that are timed: policies with a tree each, and Transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from acceptmoe.api import wrap
+from acceptmoe.bench.chains import chain_drafter
+from acceptmoe.bench.demo import twin_of
+from acceptmoe.bench.setups import Setup
+from acceptmoe.bench.token_clock import TimedText, generate_timed
+from acceptmoe.bench.work_file import Record
+from acceptmoe.bench.workloads import Tree
+from acceptmoe.drafting import Drafter
+from acceptmoe.policies import load_policy
+
+PLAIN = "transformers-generate"
+LOOKUP = "transformers-prompt-lookup"
+ASSISTED = "transformers-assistant"
+PEERS = (PLAIN, LOOKUP, ASSISTED)
+LOOKUP_TOKENS = 10  # as in Transformers' documentation
+ROUTING_FIELDS = ("natural_union", "eligible", "experts_used")
+
+
+@dataclass(frozen=True)
+class ArmName:
+    """A policy and its tree, or one of `PEERS`, which have none."""
+
+    policy: str
+    tree: Tree | None = None
+
+    def __str__(self) -> str:
+        return self.policy if self.tree is None else f"{self.policy} {self.tree}"
+
+
+@dataclass
+class SpeedArms:
+    """All arms of one target; each is made when it is first asked for, on the same weights.
+
+    `options` are keywords of `wrap`, beyond policy, drafter and tree.
+    """
+
+    setup: Setup
+    assistant: PreTrainedModel
+    options: dict[str, Any]
+    generate_settings: dict[str, Any]
+    _models: dict[ArmName, PreTrainedModel] = field(default_factory=dict)
+
+    def decode(self, name: ArmName, prompt: Tensor) -> Record:
+        """What `name` did with one prompt [1, P]."""
+        if name.policy in PEERS:
+            text = generate_timed(
+                self.setup.model, prompt, **self.generate_settings, **self._peer_settings(name)
+            )
+            return record_of(name, text, {})
+        model = self._model(name)
+        model.acceptmoe.reset_statistics()
+        text = generate_timed(model, prompt, **self.generate_settings)
+        return record_of(name, text, model.acceptmoe.report())
+
+    def drop(self) -> None:
+        """Forget all wrapped models; their weights stay the setup's."""
+        self._models.clear()
+
+    def _peer_settings(self, name: ArmName) -> dict[str, Any]:
+        if name.policy == LOOKUP:
+            return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        if name.policy == ASSISTED:
+            return {"assistant_model": self.assistant}
+        return {}
+
+    def _model(self, name: ArmName) -> PreTrainedModel:
+        if name not in self._models:
+            assert name.tree is not None
+            self._models[name] = wrap(
+                twin_of(self.setup.model),
+                self.setup.table,
+                drafter=self._drafter(name.tree),
+                policy=load_policy(name.policy),
+                num_nodes=name.tree.num_nodes,
+                max_depth=name.tree.max_depth,
+                # Shipped tables are made with one tree; the paper's policy reads its depths.
+                allow_table_mismatch=True,
+                **self.options,
+            )
+        return self._models[name]
+
+    def _drafter(self, tree: Tree) -> Drafter:
+        return chain_drafter(self.setup.drafter) if tree.is_chain else self.setup.drafter
+
+
+def record_of(name: ArmName, text: TimedText, report: dict[str, Any]) -> Record:
+    """One text of one arm; routing averages become sums over passes, to be added up."""
+    num_passes = report.get("num_verifications", 0)
+    return {
+        "arm": str(name),
+        "token_ids": text.token_ids,
+        "decode_s": text.decode_s,
+        "call_s": text.call_s,
+        "num_passes": num_passes,
+        "num_verified_tokens": report.get("num_verified_tokens", 0),
+        **{field: (report.get(field) or 0.0) * num_passes for field in ROUTING_FIELDS},
+    }

@@ -1,0 +1,144 @@
+"""`acceptmoe bench` through a user's door: files, tables, JSON, error texts and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_commands import plain_text, run, run_json
+
+from acceptmoe.bench.results import load_results
+
+QUALITY_KEYS = (
+    *("target", "task", "policy", "params", "num_prompts", "accuracy", "accuracy_natural", "kl"),
+    *("top1", "accepted_length", "natural_union", "experts_used", "num_experts"),
+)
+SPEED_KEYS = (
+    *("target", "policy", "num_nodes", "tokens_per_s", "q1", "q3", "accepted_length"),
+    *("experts_used", "same_as_natural"),
+)
+LIMITS = ("--max-new-tokens", 6)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run quality", "run speed", "run all", "compare", "report"],
+)
+def test_help_has_an_example(command: str) -> None:
+    result = run("bench", *command.split(), "--help")
+    assert result.exit_code == 0
+    assert f"Example: acceptmoe bench {command}" in plain_text(result)
+
+
+def test_quality_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_path: Path) -> None:
+    arguments = (
+        *("bench", "run", "quality", "--prompts", 1, "--rival-prompts", 1, "--task", "algebra"),
+        *("--policy", "moe-spec:budget=2", "--drafter", "assistant", "--table", table_file),
+        *("--num-nodes", 8, "--max-depth", 3, "--audit", 1, "--out", tmp_path, *LIMITS),
+    )
+    content = run_json(*arguments)
+    assert content == json.loads((tmp_path / "quality.json").read_text())
+    assert [row["policy"] for row in content["rows"]] == [
+        "accept-depth", "accept", "natural", "moe-spec",
+    ]  # fmt: skip
+    for row in content["rows"]:
+        assert set(QUALITY_KEYS) <= set(row)
+        assert row["kl_step"] is not None
+    assert content["provenance"]["seed"] == 0
+    assert content["settings"]["decoding"]["num_nodes"] == 8
+    shown = run(*arguments)
+    assert shown.exit_code == 0
+    assert f"{bundled}, algebra" in shown.stdout
+    assert "points from natural over 1 pairs" in shown.stdout
+    assert f"wrote {tmp_path / 'quality.json'}" in plain_text(shown)
+    other = run(*arguments, "--seed", 1)
+    assert other.exit_code == 1
+    assert "holds work with seed 0 and this run has 1" in plain_text(other)
+    assert run(*arguments, "--seed", 1, "--fresh").exit_code == 0
+    assert (
+        run("bench", "compare", tmp_path / "quality.json", tmp_path / "quality.json").exit_code == 0
+    )
+
+
+def test_speed_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_path: Path) -> None:
+    arguments = (
+        *("bench", "run", "speed", "--prompts", 1, "--tuning-prompts", 1, "--policy", "accept"),
+        *("--tree", "chain:3", "--table", table_file, "--widen", 2, "--dtype", "float32"),
+        *("--out", tmp_path, *LIMITS),
+    )
+    content = run_json(*arguments)
+    rows = load_results(tmp_path / "speed.json").rows
+    assert content["rows"] == rows
+    assert {row["policy"] for row in rows} == {
+        *("natural", "accept", "transformers-generate", "transformers-prompt-lookup"),
+        "transformers-assistant",
+    }
+    for row in rows:
+        assert set(SPEED_KEYS) <= set(row)
+    shown = run(*arguments)
+    assert shown.exit_code == 0
+    assert "the default at 3 nodes" in shown.stdout
+
+
+def test_compare_fails_when_a_row_got_worse(tmp_path: Path) -> None:
+    row = {
+        **{"target": "a", "task": "b", "policy": "accept", "params": {}, "answers": "1" * 40},
+        **{"kl": 0.1, "experts_used": 2.0},
+    }
+    files = []
+    for name, answers in (("old", "1" * 40), ("new", "10" * 20)):
+        content = {"benchmark": "quality", "provenance": {"seed": 0}}
+        content["rows"] = [{**row, "answers": answers}]
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(content))
+    result = run("bench", "compare", *files)
+    assert result.exit_code == 1
+    assert "1 of 1 rows got worse" in plain_text(result)
+    assert "a b accept" in result.stdout
+    back = run_json("bench", "compare", *reversed(files))
+    assert (back["rows"][0]["verdict"], back["num_worse"]) == ("better", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "quality", "--target", "big-moe"], "target is 'big-moe'; it must be one of"),
+        (["run", "quality", "--prompts", 0], "Invalid value for '--prompts'"),
+        (["run", "quality", "--task", "chess"], "task is 'chess'; it must be one of"),
+        (["run", "quality", "--policy", "best"], "policy is 'best'; it must be one of"),
+        (["run", "quality", "--out", "no/such"], "no/such is no folder; make it first"),
+        (["run", "speed", "--tree", "bush"], "tree is 'bush'; it must be a number of nodes"),
+        (["run", "speed", "--dtype", "int8"], "dtype is 'int8'; it must be one of"),
+        (["run", "speed", "--out", "no/such"], "no/such is no folder; make it first"),
+        (["run", "all", "--target", "big-moe"], "target is 'big-moe'; it must be one of"),
+        (["run"], "Usage: acceptmoe bench run"),
+        (["compare", "a.json", "b.json"], "a.json cannot be read"),
+        (["report", "no/such"], "no/such is no folder"),
+        (["report", "."], ". has neither quality.json nor speed.json"),
+    ],
+)
+def test_wrong_usage_is_refused_at_the_door(
+    bundled: str,
+    arguments: list[object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("bench", *arguments)
+    assert result.exit_code == 2
+    assert message in plain_text(result)
+
+
+def test_report_names_its_page(tmp_path: Path) -> None:
+    row = {
+        **{"target": "a", "policy": "natural", "params": {}, "num_nodes": 4, "is_chain": True},
+        **{"tokens_per_s": 2.0, "q1": 1.0, "q3": 3.0},
+    }
+    content = {"benchmark": "speed", "rows": [row], "summary": []}
+    (tmp_path / "speed.json").write_text(json.dumps(content))
+    found = run_json("bench", "report", tmp_path)
+    assert found["page"] == str(tmp_path / "report.html")
+    assert found["figures"] == [str(tmp_path / "speed-a.png")]
+    assert f"wrote {tmp_path / 'report.html'}" in run("bench", "report", tmp_path).stdout
