@@ -109,7 +109,8 @@ def _compile(kernel: str, defines: Mapping[str, str], device: torch.device) -> A
         return module.get_function(kernel)
 
 
-def _kernel_argument(argument: Argument) -> Number:
+def _kernel_argument(argument: Argument) -> Any:
+    """As CuPy takes it: pointers are numbers of 64 bits."""
     if argument is None:
         return np.uint64(0)
     return np.uint64(argument.data_ptr()) if isinstance(argument, Tensor) else argument
