@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from host_kernels import SANITIZER_EXIT_CODE, HostKernelError, HostKernels
 from test_routed_pairs import combined, make_ids
-from test_select_experts import GROUPED, Case, check
 
 from acceptmoe.ops.routed_pairs import combine_rows, gather_rows, route_rows
+from acceptmoe.ops.select_experts_cuda import select_experts_cuda
+from select_experts_cases import GROUPED, Case, check, make_inputs, run
 
 NUM_THREADS = 64
 # Together they enter every branch: padding, pruning, mass, groups, both combine rules.
@@ -36,9 +38,11 @@ def move_rows(kernels: HostKernels) -> None:
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_the_kernels_are_clean(sanitizer: str, tmp_path: Path) -> None:
     kernels = HostKernels(tmp_path, sanitizer, NUM_THREADS)
+    select = functools.partial(select_experts_cuda, kernels=kernels)
     move_rows(kernels)
     for case in SELECTIONS:
-        check(case, kernels)
+        check(case, select)
+    run(SELECTIONS[0], make_inputs(SELECTIONS[0]), select, is_enabled=False)
 
 
 def removed(kernel: str, barrier: str, after: str) -> dict[str, str]:
@@ -61,8 +65,9 @@ def removed(kernel: str, barrier: str, after: str) -> dict[str, str]:
 )
 def test_a_removed_barrier_is_found(kernel: str, barrier: str, after: str, tmp_path: Path) -> None:
     kernels = HostKernels(tmp_path, "thread", NUM_THREADS, edits=removed(kernel, barrier, after))
+    select = functools.partial(select_experts_cuda, kernels=kernels)
     with pytest.raises(HostKernelError, match="data race") as caught:
-        move_rows(kernels) if kernel == "route_rows" else check(SELECTIONS[0], kernels)
+        move_rows(kernels) if kernel == "route_rows" else check(SELECTIONS[0], select)
     assert caught.value.returncode == SANITIZER_EXIT_CODE
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,20 +62,16 @@ class CupyKernels:
         function = self._function(kernel, defines, device)
         stream = torch.cuda.current_stream(device)
         # CuPy has a current stream of its own; off torch's, a launch would be lost in a capture.
-        with (
-            cupy.cuda.Device(device.index),
-            cupy.cuda.ExternalStream(stream.cuda_stream, device.index),
-        ):
+        with cupy.cuda.Device(device.index), _cupy_stream(stream):
             function((grid,), (block,), tuple(_kernel_argument(item) for item in arguments))
 
     def _function(self, kernel: str, defines: Mapping[str, str], device: torch.device) -> Any:
         # CuPy loads a module into each device on its own; a key for each keeps it out of our way.
         key = (kernel, tuple(sorted(defines.items())), device.index)
-        function = self._functions.get(key)
-        if function is None:
-            with self._lock:
-                function = self._functions.setdefault(key, _compile(kernel, defines, device))
-        return function
+        with self._lock:
+            if key not in self._functions:
+                self._functions[key] = _compile(kernel, defines, device)
+            return self._functions[key]
 
 
 def compile_options(defines: Mapping[str, str]) -> tuple[str, ...]:
@@ -98,6 +95,24 @@ def cuda_type(name: str, tensor: Tensor) -> str:
             f"{name} is in {tensor.dtype}; the kernels take {', '.join(map(str, CUDA_TYPES))}"
         )
     return CUDA_TYPES[tensor.dtype]
+
+
+@dataclass(frozen=True)
+class _StreamHandle:
+    """A stream as libraries hand it to each other; not every torch of ours does so itself."""
+
+    pointer: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.pointer)  # version of the protocol, cudaStream_t
+
+
+def _cupy_stream(stream: torch.cuda.Stream) -> Any:
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14 and later
+        return cupy.cuda.Stream.from_external(_StreamHandle(stream.cuda_stream))
+    return cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)
 
 
 def _compile(kernel: str, defines: Mapping[str, str], device: torch.device) -> Any:
