@@ -27,11 +27,13 @@ from acceptmoe.selection import (
     group_floor,
     prune_nonresident,
     select_eligible,
+    select_eligible_by_mass,
 )
 
 EVERY_POLICY = (
     "natural",
     "accept",
+    "accept:sizing=mass,size=0.9,anchor_above=0.5,combine=natural",
     "accept-depth",
     "moe-spec:budget=6",
     "xshare:size=6",
@@ -201,6 +203,61 @@ def test_the_lower_id_wins_a_tie_for_entry():
     assert as_set(eligible) == {0, 1}
 
 
+def eligible_ids(demands: list[float], anchored: set[int], size, parameter: float) -> set[int]:
+    is_anchored = torch.tensor([expert in anchored for expert in range(len(demands))])
+    return as_set(size(torch.tensor(demands), is_anchored, parameter))
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [(0.3, {0, 3}), (0.5, {0, 1, 3}), (1.0, {0, 1, 2, 3}), (4.0, {0, 1, 2, 3})],
+)
+def test_a_scale_multiplies_the_effective_rank(scale, expected):
+    """Demands 2, 2, 2 outside the anchor have effective rank 3; nobody wants expert 4."""
+    assert eligible_ids([2.0, 2.0, 2.0, 9.0, 0.0], {3}, select_eligible, scale) == expected
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.01, {2, 4}),
+        (0.5, {2, 4}),  # exactly half
+        (0.51, {0, 2, 4}),
+        (0.75, {0, 2, 4}),
+        (0.76, {0, 1, 2, 4}),
+        (0.876, {0, 1, 2, 3, 4}),
+        (1.0, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_mass_is_held_by_the_fewest_experts(share, expected):
+    """Outside the anchor 4 the demands are 4, 2, 1, 1 of experts 2, 0, 1, 3; 5 has none."""
+    demands = [2.0, 1.0, 4.0, 1.0, 9.0, 0.0]
+    assert eligible_ids(demands, {4}, select_eligible_by_mass, share) == expected
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 10, 100])
+def test_a_share_of_equal_demands_is_that_share_of_their_number(count):
+    demands = [0.1] * count
+    for taken in range(1, count + 1):
+        got = eligible_ids(demands, set(), select_eligible_by_mass, taken / count)
+        assert got == set(range(taken))
+
+
+def test_mass_without_demand_leaves_the_anchors():
+    assert eligible_ids([3.0, 0.0], {0}, select_eligible_by_mass, 1.0) == {0}
+
+
+def test_demand_does_not_depend_on_the_order_of_the_rows():
+    """So that experts which are wanted equally tie exactly, whoever sums."""
+    block = make_block(3, 19, 24, 5)
+    weights = block.rows.path_commitment**0.3
+    order = torch.randperm(19, generator=torch.Generator().manual_seed(1))
+    shuffled = RoutedBlock(
+        block.gates[order], block.choice[order], block.natural_ids[order], block.rows
+    )
+    assert torch.equal(demand(shuffled, weights[order]), demand(block, weights))
+
+
 def test_hand_computed_block_of_the_paper():
     """Two children at depth 1: p(1) = 0.64, beta 0.5, so alpha = 0.8 / sqrt(2) for both."""
     gates = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3]])
@@ -319,10 +376,16 @@ def test_group_floor_lets_every_group_choice_hold_a_full_row(seed, layout, exper
     choosable = sorted(count for count in counts.tolist() if count >= 2)
     assert len(choosable) >= groups_per_row
     assert sum(choosable[:groups_per_row]) >= experts_per_row
-    two_best = block.choice[0].view(num_groups, group_size).topk(2, dim=-1)
-    for group in two_best.values.sum(dim=-1).topk(groups_per_row).indices.tolist():
-        best = (two_best.indices[group] + group * group_size).tolist()
-        assert set(best) <= as_set(complete)
+    root = block.choice[0].tolist()
+    two_best = {
+        group: sorted(
+            range(group * group_size, (group + 1) * group_size), key=lambda e: (-root[e], e)
+        )[:2]
+        for group in range(num_groups)
+    }
+    by_score = sorted(two_best, key=lambda group: (-sum(root[e] for e in two_best[group]), group))
+    for group in by_score[:groups_per_row]:
+        assert set(two_best[group]) <= as_set(complete)
 
 
 def test_selection_reads_nothing_back_to_the_host():

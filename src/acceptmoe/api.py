@@ -22,9 +22,11 @@ from transformers.generation.streamers import BaseStreamer
 from acceptmoe.decoding.audit import Auditor, check_audit
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
+from acceptmoe.decoding.online_table import OnlineCommitmentTable
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
+from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.errors import (
     InvalidArgumentError,
     TableError,
@@ -32,6 +34,7 @@ from acceptmoe.errors import (
     WrapStateError,
 )
 from acceptmoe.models.adapter import MoEAdapter, num_token_ids
+from acceptmoe.models.experts import ExpertsPatch, check_experts_name
 from acceptmoe.models.kv import cache_capacity, check_cache, make_cache, num_cached_tokens
 from acceptmoe.models.patching import self_check
 from acceptmoe.policies import POLICIES, RoutingPolicy, load_policy
@@ -52,6 +55,7 @@ def wrap(
     policy: RoutingPolicy | str | None = None,
     num_nodes: int = 32,
     max_depth: int = 5,
+    experts: str | None = None,
     audit: float = 0.0,
     max_kl: float | None = None,
     guard: bool = False,
@@ -65,13 +69,18 @@ def wrap(
     Args:
         model: A supported mixture-of-experts causal language model of Transformers.
         table: The `CommitmentTable` of this target and drafter, its path, or a shipped table's
-            name. None is allowed where the policy reads none (`policy="natural"`).
+            name; an `OnlineCommitmentTable` goes on learning while it decodes. None is allowed
+            where the policy reads none (`policy="natural"`).
         drafter: "ngram" (prompt lookup, no weights), a causal language model with the target's
             vocabulary, a checkpoint folder, or any `Drafter`.
         policy: "accept" (the default: path-aware commitment), "accept-depth" (the rule of
             arXiv 2608.02989), "natural", "evict" or "utility" (lossless), or any `RoutingPolicy`.
         num_nodes: Largest number of rows of a verification block, the root included.
         max_depth: Largest number of drafted tokens on one path.
+        experts: None keeps Transformers' own computation of the experts; "acceptmoe" replaces it,
+            prefill included, by kernels that read each expert of the union once. They are compiled
+            at first use, need a C++ compiler on a CPU, and round differently: logits agree with the
+            model's own within 1e-4 in fp32.
         audit: Share of verification blocks that are run under natural routing too, from the same
             cache, to measure what the policy changes: `report()["audit"]`. The text never depends
             on it. 0.02 costs one further pass in fifty.
@@ -93,6 +102,7 @@ def wrap(
         InvalidArgumentError: A number or name is out of range.
         WrapStateError: The model is wrapped already.
         SelfCheckError: The routers could not be recomputed exactly.
+        KernelBuildError: `experts` asks for kernels that cannot be compiled here.
     """
     if isinstance(model, AcceptMoEMixin):
         raise WrapStateError(
@@ -100,6 +110,7 @@ def wrap(
         )
     adapter = MoEAdapter(model)
     check_tree_limits(num_nodes, max_depth)
+    check_experts_name(experts)
     check_audit(audit, max_kl)
     if not isinstance(guard, bool):
         raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
@@ -118,11 +129,17 @@ def wrap(
             allow_mismatch=allow_table_mismatch,
         )
     self_check(model, adapter)
+    experts_patch = None if experts is None else ExpertsPatch(adapter)
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
     )
+    session.use_experts(experts_patch)
+    if isinstance(chosen_drafter, Eagle3Drafter):
+        chosen_drafter.use_compiled_kernels(experts is not None)
     session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
     session.guard = guard
+    if isinstance(chosen_table, OnlineCommitmentTable):
+        session.observers.append(chosen_table.observe)
     model.acceptmoe = session
     model.__class__ = _wrapped_class(type(model))
     return model

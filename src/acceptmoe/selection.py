@@ -10,9 +10,8 @@ follows each family's own router), residency-aware pruning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -67,15 +66,20 @@ class RoutedBlock:
     natural_ids: Tensor
     rows: BlockRows
     resident: Tensor | None = None
+    _is_wanted: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def num_experts(self) -> int:
         return self.gates.shape[1]
 
-    @cached_property
+    @property
     def is_wanted(self) -> Tensor:
         """[T, E] bool: whether the expert is in the row's own top-k; False for padded rows."""
-        return routed_mask(self.natural_ids, self.rows.is_real, self.num_experts)
+        # Not a cached_property, whose lock (before Python 3.12) torch.compile cannot trace.
+        if self._is_wanted is None:
+            mask = routed_mask(self.natural_ids, self.rows.is_real, self.num_experts)
+            object.__setattr__(self, "_is_wanted", mask)
+        return cast(Tensor, self._is_wanted)
 
 
 @dataclass(frozen=True)

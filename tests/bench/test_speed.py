@@ -17,7 +17,7 @@ from acceptmoe.bench.speed import (
     measure_speed,
 )
 from acceptmoe.bench.speed_arms import ASSISTED, LOOKUP, PEERS, PLAIN, ArmName, SpeedArms
-from acceptmoe.bench.speed_rows import speed_rows, summarise_speed, tuning_rows
+from acceptmoe.bench.speed_rows import guard_rows, speed_rows, summarise_speed, tuning_rows
 from acceptmoe.bench.work_file import Record
 from acceptmoe.bench.workloads import TUNING_SPLIT, Tree, chain, mixed_problems, parse_tree
 from acceptmoe.errors import InvalidArgumentError
@@ -38,6 +38,7 @@ def small_settings(table_file: Path) -> SpeedSettings:
         dtype="float32",
         num_prompts=2,
         num_tuning_prompts=1,
+        num_guard_prompts=2,
         max_new_tokens=8,
     )
 
@@ -146,6 +147,18 @@ def test_rows_have_speeds_counts_and_ratios(settings: SpeedSettings, records: li
     assert len(tuning_rows(settings, records)) == 4
 
 
+def test_a_guard_keeps_useless_drafts_off(settings: SpeedSettings, records: list[Record]) -> None:
+    (row,) = guard_rows(settings, records)
+    assert (row["num_prompts"], row["same_as_natural"]) == (2, 1.0)
+    assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+    assert row["tokens_per_s"] > 0
+    assert row["guard_state"] in ("measuring", "plain", "speculating")
+    assert row["guard_reason"]
+    texts = [record["token_ids"] for record in records if record["phase"] == "guard"]
+    assert {len(text) for text in texts} == {8}  # no end token ends them
+    assert guard_rows(dataclasses.replace(settings, num_guard_prompts=0), records) == []
+
+
 def timed(arm: str, phase: str, index: int, decode_s: float) -> Record:
     return {
         "target": TARGET,
@@ -223,6 +236,7 @@ def test_other_texts_are_no_trees(text: str) -> None:
         ({"trees": ()}, "no target or no tree"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of bfloat16, float32"),
         ({"num_prompts": 0}, "num_prompts is 0; it must be 1 or larger"),
+        ({"num_guard_prompts": -1}, "num_guard_prompts is -1; it must be 0 or larger"),
         ({"factor": 512}, "factor is 512; it must be 256 or less"),
         ({"policies": ("best",)}, "policy is 'best'; it must be one of"),
         ({"drafter": "oracle"}, "drafter is 'oracle'; it must be one of"),

@@ -65,7 +65,7 @@ def test_speed_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_pa
     arguments = (
         *("bench", "run", "speed", "--prompts", 1, "--tuning-prompts", 1, "--policy", "accept"),
         *("--tree", "chain:3", "--table", table_file, "--widen", 2, "--dtype", "float32"),
-        *("--out", tmp_path, *LIMITS),
+        *("--guard-prompts", 1, "--out", tmp_path, *LIMITS),
     )
     content = run_json(*arguments)
     rows = load_results(tmp_path / "speed.json").rows
@@ -79,6 +79,7 @@ def test_speed_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_pa
     shown = run(*arguments)
     assert shown.exit_code == 0
     assert "the default at 3 nodes" in shown.stdout
+    assert "random drafts under the guard" in shown.stdout
 
 
 def test_compare_fails_when_a_row_got_worse(tmp_path: Path) -> None:

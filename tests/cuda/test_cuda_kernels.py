@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.errors import InvalidArgumentError, KernelBuildError
 from acceptmoe.ops.cuda_kernels import CupyKernels, compile_options, cuda_type
 
 STREAM = types.SimpleNamespace(cuda_stream=1234, device_index=0)
@@ -77,6 +77,12 @@ def test_an_older_cupy_gets_the_stream_in_its_own_way(monkeypatch: pytest.Monkey
     cupy = FakeCupy(is_recent=False)
     launch_twice(monkeypatch, cupy)
     assert cupy.streams == [(1234, 0)] * 2
+
+
+def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(KernelBuildError, match=r"need CuPy.*install acceptmoe\[cuda12\]"):
+        CupyKernels().launch("gather_rows", {}, 1, 32, (torch.zeros(1),))
 
 
 def test_other_element_types_are_refused() -> None:

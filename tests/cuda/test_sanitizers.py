@@ -12,7 +12,7 @@ from test_routed_pairs import combined, make_ids
 
 from acceptmoe.ops.routed_pairs import combine_rows, gather_rows, route_rows
 from acceptmoe.ops.select_experts_cuda import select_experts_cuda
-from select_experts_cases import GROUPED, Case, check, make_inputs, run
+from select_experts_inputs import GROUPED, Case, check, make_inputs, run
 
 NUM_THREADS = 64
 # Together they enter every branch: padding, pruning, mass, groups, both combine rules.

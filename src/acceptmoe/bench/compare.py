@@ -57,9 +57,9 @@ def compare_results(before_path: Path, after_path: Path) -> Comparison:
             f"{', '.join(KEYS[before.benchmark])}; were other targets or policies measured?"
         )
     is_paired = _seed(before) == _seed(after) is not None
-    compare = compare_accuracy if before.benchmark == "quality" else compare_speed
+    change_of = accuracy_change if before.benchmark == "quality" else speed_change
     try:
-        rows = [compare(old_rows[key], new_rows[key], is_paired) for key in common]
+        rows = [change_of(old_rows[key], new_rows[key], is_paired) for key in common]
     except (KeyError, TypeError) as error:
         raise InvalidArgumentError(
             f"a row of {before_path} or {after_path} lacks {error}; measure anew with 'acceptmoe "
@@ -84,7 +84,7 @@ def _seed(results: Results) -> Any:
     return results.content.get("provenance", {}).get("seed")
 
 
-def compare_accuracy(before: Row, after: Row, is_paired: bool) -> Row:
+def accuracy_change(before: Row, after: Row, is_paired: bool) -> Row:
     """The difference in percentage points; both rows' first prompts are the same when paired."""
     old, new = ([100.0 * int(c) for c in row["answers"]] for row in (before, after))
     if is_paired:
@@ -106,7 +106,7 @@ def compare_accuracy(before: Row, after: Row, is_paired: bool) -> Row:
     }
 
 
-def compare_speed(before: Row, after: Row, is_paired: bool) -> Row:
+def speed_change(before: Row, after: Row, is_paired: bool) -> Row:
     """The ratio of tokens/s, after over before."""
     old, new = speeds_of(before, after, is_paired)
     row = {

@@ -19,8 +19,9 @@ from acceptmoe.table import CommitmentTable
 Row = dict[str, Any]
 Axes = Any  # matplotlib publishes types, but is no dependency
 
-SIZE_INCHES = (4.6, 3.5)
-DOTS_PER_INCH = 200  # sharp on a phone, where a figure is as wide as the screen
+WIDTH_INCHES, HEIGHT_INCHES = 3.9, 3.1  # small, so that its texts are large enough on a phone
+LINE_INCHES = 0.19  # of a plot with a line for each policy
+DOTS_PER_INCH = 240
 # The palette of Okabe and Ito, which colour-blind people can tell apart, and greys.
 COLOURS = {
     NATURAL: "#000000",
@@ -54,11 +55,12 @@ def check_matplotlib() -> None:
     matplotlib.use("Agg")  # no display is needed
 
 
-def draw(plot: Callable[[Axes], None], title: str) -> bytes:
-    """The PNG of one figure."""
+def draw(plot: Callable[[Axes], None], title: str, num_lines: int = 0) -> bytes:
+    """The PNG of one figure, high enough for `num_lines` labels below each other."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    height = max(HEIGHT_INCHES, 0.9 + LINE_INCHES * num_lines)
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
     plot(axes)
     axes.set_title(title, fontsize=10, loc="left")

@@ -34,6 +34,7 @@ from acceptmoe.policies import DEFAULT_POLICY
 from acceptmoe.table import CommitmentTable, shipped_tables
 
 PAGE = "report.html"
+GUARD_GOAL = 0.95  # of plain decoding's speed, whatever the drafter
 QUALITY_COLUMNS = (
     Column("prompts", "num_prompts", "{}"),
     Column("correct", "accuracy", "{:.1%}"),
@@ -113,7 +114,7 @@ def quality_parts(results: Results, drawn: list[Figure]) -> list[str]:
         made = [
             Figure(
                 f"quality-{name}-{target}",
-                draw(plot(group), target),
+                draw(plot(group), target, num_lines(group) if name == "length" else 0),
                 f"{target}: {title}, {remark}",
             )
             for target, group in by_target.items()
@@ -168,7 +169,7 @@ def speed_parts(results: Results, drawn: list[Figure]) -> list[str]:
     made = [
         Figure(
             f"speed-{target}",
-            draw(plot_speed(group), target),
+            draw(plot_speed(group), target, len(group)),
             f"{target}: tokens per second of every policy at its best tree, with quartiles",
         )
         for target, group in by_target.items()
@@ -182,7 +183,7 @@ def speed_parts(results: Results, drawn: list[Figure]) -> list[str]:
             f"drafter {settings.get('drafter')}. Each policy at the tree that was best on tuning "
             "prompts, natural at 32 and 64 nodes as well; all arms in turn on test prompts."
         ),
-        bullets(speed_claims(results.content["summary"])),
+        bullets([*speed_claims(results.content["summary"]), *guard_claims(results.content)]),
         figures(made),
     ]
     for target, group in by_target.items():
@@ -208,6 +209,19 @@ def speed_claims(summary: Sequence[Row]) -> Iterable[tuple[str, bool]]:
         )
 
 
+def guard_claims(content: dict[str, Any]) -> Iterable[tuple[str, bool]]:
+    """What the guard makes of a drafter that is useless on purpose."""
+    for row in content.get("guard", ()):
+        found = row["ratio"]
+        if found is not None:
+            yield (
+                f"{row['target']}: random drafts under the guard run at {found['median']:.2f} "
+                f"times plain decoding ({found['low']:.2f} to {found['high']:.2f}): "
+                f"{row['guard_reason']}.",
+                found["median"] >= GUARD_GOAL,
+            )
+
+
 def calibration_parts(results: dict[str, Results], drawn: list[Figure]) -> list[str]:
     """The curve of every shipped table of the measured targets."""
     targets = {row["target"] for result in results.values() for row in result.rows}
@@ -229,6 +243,11 @@ def calibration_parts(results: dict[str, Results], drawn: list[Figure]) -> list[
         ),
         figures(made),
     ]
+
+
+def num_lines(rows: Iterable[Row]) -> int:
+    """How many policies with their settings are among the rows."""
+    return len({row_label(row) for row in rows})
 
 
 def grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from acceptmoe.bench.policy_grid import NATURAL, speed_policies
 from acceptmoe.bench.provenance import git_commit
 from acceptmoe.bench.setups import Setup, check_names, load_setup, num_experts
-from acceptmoe.bench.speed_arms import PEERS, PLAIN, ArmName, SpeedArms
+from acceptmoe.bench.speed_arms import GUARDED, PEERS, PLAIN, ArmName, SpeedArms
 from acceptmoe.bench.work_file import Record, WorkFile
 from acceptmoe.bench.workloads import (
     TEST_SPLIT,
@@ -41,8 +41,9 @@ from acceptmoe.targets.widen import MAX_FACTOR, widen
 
 WARM_UP_TOKENS = 16
 NATURAL_TREES = (Tree(32, 5), Tree(64, 5))  # always reported: the usual sizes
-Phase = Literal["tuning", "test"]
-SPLIT_OF = {"tuning": TUNING_SPLIT, "test": TEST_SPLIT}
+GUARD_TREE = Tree(32, 5)
+Phase = Literal["tuning", "test", "guard"]
+SPLIT_OF = {"tuning": TUNING_SPLIT, "test": TEST_SPLIT, "guard": TEST_SPLIT}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 Progress = Callable[[int, int], None]
@@ -65,6 +66,7 @@ class SpeedSettings:
     dtype: str = "bfloat16"
     num_prompts: int = 12
     num_tuning_prompts: int = 4
+    num_guard_prompts: int = 4
     max_new_tokens: int = 128
     seed: int = 0
     experts: str | None = None
@@ -90,6 +92,10 @@ class SpeedSettings:
                 raise InvalidArgumentError(
                     f"{name} is {getattr(self, name)}; it must be 1 or larger"
                 )
+        if self.num_guard_prompts < 0:
+            raise InvalidArgumentError(
+                f"num_guard_prompts is {self.num_guard_prompts}; it must be 0 or larger"
+            )
         if self.factor > MAX_FACTOR:
             raise InvalidArgumentError(f"factor is {self.factor}; it must be {MAX_FACTOR} or less")
         for spec in self.policies or ():
@@ -129,7 +135,8 @@ def measure_speed(
 
 def fingerprint(settings: SpeedSettings) -> dict[str, Any]:
     """What two records must have in common to be compared."""
-    free = ("targets", "policies", "trees", "num_prompts", "num_tuning_prompts")
+    numbers = ("num_prompts", "num_tuning_prompts", "num_guard_prompts")
+    free = ("targets", "policies", "trees", *numbers)
     return {
         "benchmark": "speed",
         "git_commit": git_commit(),
@@ -148,6 +155,7 @@ class TargetRun:
         self.settings, self.target, self.work_file = settings, target, work_file
         self._progress = progress
         self._num_steps = self._num_done = 0
+        self._warm: set[ArmName | Tree | None] = set()
         self._setup, assistant = load_widened(settings, target)
         self._arms = SpeedArms(
             self._setup,
@@ -158,43 +166,44 @@ class TargetRun:
 
     def run(self) -> None:
         """Tune, check, measure."""
-        policies = self.settings.policies_of(self.target)
-        grid = [ArmName(policy, tree) for policy in policies for tree in self.settings.trees]
-        num_tuning, num_test = self.settings.num_tuning_prompts, self.settings.num_prompts
+        settings = self.settings
+        policies = settings.policies_of(self.target)
+        grid = [ArmName(policy, tree) for policy in policies for tree in settings.trees]
         num_final = len(policies) + len(NATURAL_TREES) + len(PEERS)
-        self._num_steps = (1 + num_tuning) * (len(grid) + 1) + (1 + num_test) * num_final
-        self._decode_in_turn("tuning", [ArmName(PLAIN), *grid], num_tuning)
+        self._num_steps = (
+            settings.num_tuning_prompts * (len(grid) + 1)
+            + settings.num_prompts * num_final
+            + settings.num_guard_prompts * 2
+        )
+        self._decode_in_turn("tuning", [ArmName(PLAIN), *grid], settings.num_tuning_prompts)
         check_natural(self.work_file.records, self.target)
-        final = final_arms(self.settings, self.work_file.records, self.target)
-        self._decode_in_turn("test", final, num_test)
+        final = final_arms(settings, self.work_file.records, self.target)
+        self._decode_in_turn("test", final, settings.num_prompts)
+        if settings.num_guard_prompts:
+            # Without an end: a guard that has to find out first needs texts of some length.
+            endless = [self._setup.model.config.vocab_size]
+            guarded = [ArmName(PLAIN), ArmName(GUARDED, GUARD_TREE)]
+            self._decode_in_turn("guard", guarded, settings.num_guard_prompts, eos_token_id=endless)
         self._arms.drop()
 
-    def _decode_in_turn(self, phase: Phase, names: Sequence[ArmName], num_prompts: int) -> None:
+    def _decode_in_turn(
+        self, phase: Phase, names: Sequence[ArmName], num_prompts: int, **changes: Any
+    ) -> None:
         """Every arm on every prompt; a prompt's records are kept once all its arms are through."""
         drawn = mixed_problems(SPLIT_OF[phase], num_prompts, self.settings.seed)
-        prompts = [
-            encode(self._setup.tokenizer, problem.prompt, self._setup.model.device)
-            for problem in drawn
-        ]
-        pending = [
-            index
-            for index in range(num_prompts)
-            if not {str(name) for name in names} <= self._finished(phase, index)
-        ]
-        if pending:
-            self._warm_up(names, prompts[0])
-        else:
-            self._step(len(names))
-        for index, prompt in enumerate(prompts):
-            if index not in pending:
+        wanted = {str(name) for name in names}
+        for index, problem in enumerate(drawn):
+            if wanted <= self._finished(phase, index):
                 self._step(len(names))
                 continue
+            prompt = encode(self._setup.tokenizer, problem.prompt, self._setup.model.device)
+            self._warm_up(names, prompt)
             first = index % len(names)
             records = []
             for name in [*names[first:], *names[:first]]:
                 records.append(
                     {"target": self.target, "phase": phase, "index": index}
-                    | self._arms.decode(name, prompt)
+                    | self._arms.decode(name, prompt, **changes)
                 )
                 self._step(1)
             self.work_file.append(records)
@@ -207,13 +216,16 @@ class TargetRun:
         }
 
     def _warm_up(self, names: Sequence[ArmName], prompt: Tensor) -> None:
-        """Allocations, threads, compilation: whatever the first call of an arm has to do."""
-        settings = self._arms.generate_settings
-        self._arms.generate_settings = {**settings, "max_new_tokens": WARM_UP_TOKENS}
+        """Allocations, threads, compilation: what the first call of an arm has to do.
+
+        Uncompiled passes of one tree are alike under every policy, so one of them does.
+        """
         for name in names:
-            self._arms.decode(name, prompt)
-            self._step(1)
-        self._arms.generate_settings = settings
+            is_shared = name.policy not in (*PEERS, GUARDED) and not self.settings.compile
+            warm = name.tree if is_shared else name
+            if warm not in self._warm:
+                self._arms.decode(name, prompt, max_new_tokens=WARM_UP_TOKENS)
+                self._warm.add(warm)
 
     def _step(self, num: int) -> None:
         self._num_done += num

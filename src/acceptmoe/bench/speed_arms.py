@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from acceptmoe.api import wrap
 from acceptmoe.bench.chains import chain_drafter
 from acceptmoe.bench.demo import twin_of
+from acceptmoe.bench.policy_grid import NATURAL
 from acceptmoe.bench.setups import Setup
 from acceptmoe.bench.token_clock import TimedText, generate_timed
+from acceptmoe.bench.useless_drafter import RandomDrafter
 from acceptmoe.bench.work_file import Record
 from acceptmoe.bench.workloads import Tree
 from acceptmoe.drafting import Drafter
@@ -22,6 +24,7 @@ PLAIN = "transformers-generate"
 LOOKUP = "transformers-prompt-lookup"
 ASSISTED = "transformers-assistant"
 PEERS = (PLAIN, LOOKUP, ASSISTED)
+GUARDED = "guarded-random"  # natural trees of random tokens under the guard
 LOOKUP_TOKENS = 10  # as in Transformers' documentation
 ROUTING_FIELDS = ("natural_union", "eligible", "experts_used")
 
@@ -50,16 +53,15 @@ class SpeedArms:
     generate_settings: dict[str, Any]
     _models: dict[ArmName, PreTrainedModel] = field(default_factory=dict)
 
-    def decode(self, name: ArmName, prompt: Tensor) -> Record:
-        """What `name` did with one prompt [1, P]."""
+    def decode(self, name: ArmName, prompt: Tensor, **changes: Any) -> Record:
+        """What `name` did with one prompt [1, P]; `changes` are settings of `generate`."""
+        settings = {**self.generate_settings, **changes}
         if name.policy in PEERS:
-            text = generate_timed(
-                self.setup.model, prompt, **self.generate_settings, **self._peer_settings(name)
-            )
-            return record_of(name, text, {})
+            settings |= self._peer_settings(name)
+            return record_of(name, generate_timed(self.setup.model, prompt, **settings), {})
         model = self._model(name)
         model.acceptmoe.reset_statistics()
-        text = generate_timed(model, prompt, **self.generate_settings)
+        text = generate_timed(model, prompt, **settings)
         return record_of(name, text, model.acceptmoe.report())
 
     def drop(self) -> None:
@@ -76,16 +78,26 @@ class SpeedArms:
     def _model(self, name: ArmName) -> PreTrainedModel:
         if name not in self._models:
             assert name.tree is not None
+            keywords = {
+                "num_nodes": name.tree.num_nodes,
+                "max_depth": name.tree.max_depth,
+                **self.options,
+            }
+            twin = twin_of(self.setup.model)
+            if name.policy == GUARDED:
+                random = RandomDrafter()
+                self._models[name] = wrap(
+                    twin, drafter=random, policy=NATURAL, guard=True, **keywords
+                )
+                return self._models[name]
             self._models[name] = wrap(
-                twin_of(self.setup.model),
+                twin,
                 self.setup.table,
                 drafter=self._drafter(name.tree),
                 policy=load_policy(name.policy),
-                num_nodes=name.tree.num_nodes,
-                max_depth=name.tree.max_depth,
                 # Shipped tables are made with one tree; the paper's policy reads its depths.
                 allow_table_mismatch=True,
-                **self.options,
+                **keywords,
             )
         return self._models[name]
 
@@ -104,4 +116,6 @@ def record_of(name: ArmName, text: TimedText, report: dict[str, Any]) -> Record:
         "num_passes": num_passes,
         "num_verified_tokens": report.get("num_verified_tokens", 0),
         **{field: (report.get(field) or 0.0) * num_passes for field in ROUTING_FIELDS},
+        "guard_state": report.get("guard_state"),
+        "guard_reason": report.get("guard_reason"),
     }

@@ -10,6 +10,7 @@ from acceptmoe.bench.intervals import median_ratio_interval, quartiles
 from acceptmoe.bench.policy_grid import NATURAL
 from acceptmoe.bench.setups import num_experts
 from acceptmoe.bench.speed import (
+    GUARD_TREE,
     NATURAL_TREES,
     Phase,
     SpeedSettings,
@@ -19,6 +20,7 @@ from acceptmoe.bench.speed import (
 )
 from acceptmoe.bench.speed_arms import (
     ASSISTED,
+    GUARDED,
     LOOKUP,
     LOOKUP_TOKENS,
     PEERS,
@@ -169,3 +171,40 @@ def summarise_speed(rows: Sequence[Row]) -> list[Row]:
             }
         )
     return summary
+
+
+def guard_rows(settings: SpeedSettings, records: Sequence[Record]) -> list[Row]:
+    """For each target, natural trees of random tokens under the guard against plain decoding."""
+    if not settings.num_guard_prompts:
+        return []
+    rows = []
+    guarded, plain = ArmName(GUARDED, GUARD_TREE), ArmName(PLAIN)
+    for target in settings.targets:
+        texts = texts_of(records, target, "guard", settings.num_guard_prompts)
+        mine, other = texts[str(guarded)], texts[str(plain)]
+        last = mine[max(mine)]
+        rows.append(
+            {
+                "target": target,
+                "num_nodes": GUARD_TREE.num_nodes,
+                "tokens_per_s": _pooled_speed(mine),
+                "plain_tokens_per_s": _pooled_speed(other),
+                "ratio": ratio(texts, guarded, plain),
+                "num_verifications": sum(record["num_passes"] for record in mine.values()),
+                "same_as_natural": statistics.fmean(
+                    record["token_ids"] == other[index]["token_ids"]
+                    for index, record in mine.items()
+                ),
+                "guard_state": last["guard_state"],
+                "guard_reason": last["guard_reason"],
+                "num_prompts": len(mine),
+            }
+        )
+    return rows
+
+
+def _pooled_speed(texts: dict[int, Record]) -> float | None:
+    """Tokens over seconds of all texts together: what finding out has cost is in it."""
+    seconds = sum(record["decode_s"] for record in texts.values())
+    num_decoded = sum(len(record["token_ids"]) - 1 for record in texts.values())
+    return num_decoded / seconds if seconds > 0 else None

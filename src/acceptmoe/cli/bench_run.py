@@ -16,7 +16,7 @@ from acceptmoe.bench.quality_rows import judge, quality_rows, summarise
 from acceptmoe.bench.results import save_results
 from acceptmoe.bench.setups import DRAFTERS
 from acceptmoe.bench.speed import DTYPES, SpeedSettings, measure_speed
-from acceptmoe.bench.speed_rows import speed_rows, summarise_speed, tuning_rows
+from acceptmoe.bench.speed_rows import guard_rows, speed_rows, summarise_speed, tuning_rows
 from acceptmoe.bench.workloads import TREES, Tree, parse_tree
 from acceptmoe.cli.bench_tables import show_quality, show_speed
 from acceptmoe.cli.console import print_json, print_remark, progress_bar, reports_errors
@@ -161,6 +161,12 @@ def speed(
     tuning_prompts: Annotated[
         int, typer.Option(min=1, max=100_000, help="Other prompts, which choose the trees.")
     ] = 4,
+    guard_prompts: Annotated[
+        int,
+        typer.Option(
+            min=0, max=100_000, help="Test prompts decoded under the guard with random drafts."
+        ),
+    ] = 4,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -214,6 +220,7 @@ def speed(
         dtype=dtype,
         num_prompts=prompts,
         num_tuning_prompts=tuning_prompts,
+        num_guard_prompts=guard_prompts,
         max_new_tokens=max_new_tokens,
         seed=seed,
         experts=experts,
@@ -276,6 +283,7 @@ def run_speed(settings: SpeedSettings, out: Path, is_fresh: bool) -> dict[str, A
         seed=settings.seed,
         settings=asdict(settings),
         summary=summarise_speed(rows),
+        guard=guard_rows(settings, records),
         tuning=tuning_rows(settings, records),
     )
     print_remark(f"wrote {path}")

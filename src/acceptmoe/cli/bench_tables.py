@@ -50,6 +50,13 @@ def show_speed(content: dict[str, Any]) -> None:
             if found is not None
         )
         print_line(f"{claim['target']}: the default at {claim['num_nodes']} nodes: {ratios}")
+    for row in content["guard"]:
+        found = row["ratio"]
+        print_line(
+            f"{row['target']}: random drafts under the guard: "
+            + ("-" if found is None else f"{found['median']:.2f}x plain decoding")
+            + f"; {row['guard_reason']}"
+        )
 
 
 def show_quality(content: dict[str, Any]) -> None:

@@ -53,7 +53,8 @@ def decode(
         with rolled_back_on_error(cache, prefix.length):
             natural = auditor.natural_pass(verifier, tree, cache, prefix)
             audited = clock()
-            block = verifier.verify(tree, cache, prefix, is_natural=auditor.is_natural)
+            is_natural = auditor.is_natural or not steering.is_warm
+            block = verifier.verify(tree, cache, prefix, is_natural=is_natural)
             emitter.begin_block(block.logits)
             verified = clock()
             path = accept_greedy(tree, emitter.next_token, emitter.emit)

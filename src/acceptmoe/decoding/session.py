@@ -17,6 +17,7 @@ from acceptmoe.decoding.steering import Steering, guard_report
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.experts import ExpertsPatch
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
 from acceptmoe.policies import RoutingPolicy
@@ -51,6 +52,7 @@ class Session:
     history: StepHistory = field(default_factory=StepHistory)
     clock: Callable[[], float] = time.perf_counter  # seconds; tests bring their own
     _steering: Steering | None = None  # of the latest `generate`
+    experts_patch: ExpertsPatch | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
 
@@ -70,6 +72,12 @@ class Session:
         patch = RoutingPatch(adapter, policy)
         patch.attach()
         return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap)
+
+    def use_experts(self, experts_patch: ExpertsPatch | None) -> None:
+        """Compute the experts by the compiled kernels from here on, until `detach`."""
+        self.experts_patch = experts_patch
+        if experts_patch is not None:
+            experts_patch.attach()
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
@@ -107,6 +115,8 @@ class Session:
         """Take every hook off the model."""
         self.patch.detach()
         self.tap.detach()
+        if self.experts_patch is not None:
+            self.experts_patch.detach()
 
     def reset_statistics(self) -> None:
         """Begin counting anew.

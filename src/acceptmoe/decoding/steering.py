@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from acceptmoe.decoding.online_table import OnlineCommitmentTable
 from acceptmoe.policies import RoutingPolicy
 from acceptmoe.policies.drafts import StepPolicy
 from acceptmoe.policies.history import PLAIN, DecodingStep, StepHistory
@@ -29,6 +30,9 @@ class Steering:
         guard: bool,
     ) -> None:
         self._num_nodes, self._history = num_nodes, history
+        self._online_table = table if isinstance(table, OnlineCommitmentTable) else None
+        if self._online_table is not None:
+            self._online_table.begin_text()
         self._tree_policy = policy.tree_policy(history, table)
         own = policy.step_policy(num_nodes)
         self._step_policies: list[StepPolicy] = [] if own is None else [own]
@@ -47,6 +51,11 @@ class Steering:
         if self._tree_policy is None or tree.num_nodes == PLAIN:
             return tree
         return self._tree_policy.prune(tree)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the policy has what it goes by; until then blocks route naturally."""
+        return self._online_table is None or self._online_table.is_warm
 
     def record(self, step: DecodingStep) -> None:
         """Take over a finished step."""

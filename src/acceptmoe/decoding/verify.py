@@ -110,6 +110,7 @@ class Verifier:
             "position_ids": torch.tensor([[prefix.next_position]], device=device),
             self._adapter.cache_keyword: cache,
             "use_cache": True,
+            "output_router_logits": False,  # its loss cannot read the mask of the whole text
         }
         with self._tap.recording():
             output = self._model(**inputs, return_dict=True)

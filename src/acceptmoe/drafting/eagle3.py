@@ -23,6 +23,7 @@ from acceptmoe.drafting.eagle3_checkpoint import is_eagle3_checkpoint, load_head
 from acceptmoe.drafting.eagle3_head import BoundaryRule, Eagle3Config, Eagle3Head, rotary_table
 from acceptmoe.drafting.eagle3_layouts import default_boundaries
 from acceptmoe.errors import DrafterError, InvalidArgumentError
+from acceptmoe.ops.linear import is_faster_than_stock
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
 __all__ = ["Eagle3Drafter", "is_eagle3_checkpoint"]
@@ -118,6 +119,15 @@ class Eagle3Drafter:
         self.head.to(device=weight.device, dtype=self._dtype or weight.dtype)
         self._target = target
         self._state = None
+
+    def use_compiled_kernels(self, is_wanted: bool) -> None:
+        """Multiply by `acceptmoe::linear` where it is the faster way, if `is_wanted`.
+
+        It is where a CPU has no arithmetic for the head's dtype (see `is_faster_than_stock`). In
+        float32 the products stay torch's, bit for bit.
+        """
+        weight = self.head.fc.weight
+        self.head.uses_compiled_kernels = is_wanted and is_faster_than_stock(weight)
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, first_token: int, features: Tensor | None) -> None:
@@ -234,7 +244,7 @@ class Eagle3Drafter:
         """The M likeliest next tokens of each row: probabilities float32 and target ids, [R, M]."""
         head = self.head
         weight = self._bound.output_weight if head.lm_head is None else head.lm_head.weight
-        probabilities, ids = F.linear(normed, weight).float().softmax(-1).topk(self.topk)
+        probabilities, ids = head.multiply(normed, weight).float().softmax(-1).topk(self.topk)
         return probabilities, ids if head.token_ids is None else head.token_ids[ids]
 
     def _embed(self, tokens: Tensor) -> Tensor:

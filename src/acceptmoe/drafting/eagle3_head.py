@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from acceptmoe.errors import DrafterError
+from acceptmoe.ops.linear import linear
 
 # The others change their frequencies with the sequence length; cached keys would go stale.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -117,6 +118,8 @@ class Eagle3Head(nn.Module):
     """
 
     token_ids: Tensor | None
+    uses_compiled_kernels = False
+    """Whether products go through `acceptmoe::linear`; see `Eagle3Drafter.use_compiled_kernels`."""
 
     def __init__(self, config: Eagle3Config, token_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -159,6 +162,16 @@ class Eagle3Head(nn.Module):
     def device(self) -> torch.device:
         return self.fc.weight.device
 
+    def multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., R, inputs] times `weight` [outputs, inputs], transposed: [..., R, outputs]."""
+        if not self.uses_compiled_kernels:
+            return F.linear(rows, weight, bias)
+        product: Tensor = linear(rows.flatten(0, -2), weight, bias)
+        return product.view(*rows.shape[:-1], -1)
+
+    def _apply_linear(self, layer: nn.Linear, rows: Tensor) -> Tensor:
+        return self.multiply(rows, layer.weight, layer.bias)
+
     def fuse(self, features: Tensor) -> Tensor:
         """[..., R, G] target states to [..., R, H] states of the head."""
         eps = self.config.rms_norm_eps
@@ -167,7 +180,7 @@ class Eagle3Head(nn.Module):
         if self.fc_norm is not None:
             parts = features.reshape(*features.shape[:-1], *self.fc_norm.shape)
             features = (F.rms_norm(parts, parts.shape[-1:], None, eps) * self.fc_norm).flatten(-2)
-        return self.fc(features)  # type: ignore[no-any-return]
+        return self._apply_linear(self.fc, features)
 
     def project(
         self, embeddings: Tensor, states: Tensor, cos: Tensor, sin: Tensor
@@ -182,12 +195,12 @@ class Eagle3Head(nn.Module):
         embeddings = F.rms_norm(embeddings, shape, self.input_layernorm, eps)
         normed = F.rms_norm(states, shape, self.hidden_norm, eps)
         residual = normed if config.norm_before_residual else states
-        qkv = self.qkv_proj(torch.cat((embeddings, normed), dim=-1))
+        qkv = self._apply_linear(self.qkv_proj, torch.cat((embeddings, normed), dim=-1))
         qkv = qkv.view(*qkv.shape[:-1], -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         rotated = qkv[..., :num_rotated, :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rotated.split((config.num_heads, config.num_kv_heads), dim=-2)
+            q, k = rotated[..., : config.num_heads, :], rotated[..., config.num_heads :, :]
             q = F.rms_norm(q, self.q_norm.shape, self.q_norm, eps)
             rotated = torch.cat((q, F.rms_norm(k, self.k_norm.shape, self.k_norm, eps)), dim=-2)
         rotated = rotate(rotated, cos[..., None, :], sin[..., None, :])
@@ -197,12 +210,12 @@ class Eagle3Head(nn.Module):
     def complete(self, attended: Tensor, residual: Tensor) -> Tensor:
         """The layer's output [..., R, H] from the attention's [..., R, A * d]."""
         config = self.config
-        hidden = residual + self.o_proj(attended)
+        hidden = residual + self._apply_linear(self.o_proj, attended)
         normed = F.rms_norm(
             hidden, hidden.shape[-1:], self.post_attention_layernorm, config.rms_norm_eps
         )
-        gate, up = self.gate_up_proj(normed).chunk(2, dim=-1)
-        return hidden + self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        gate, up = self._apply_linear(self.gate_up_proj, normed).chunk(2, dim=-1)
+        return hidden + self._apply_linear(self.down_proj, F.silu(gate) * up)
 
     def normalize(self, hidden: Tensor) -> Tensor:
         """The final norm [..., R, H]; what the output matrix is applied to."""

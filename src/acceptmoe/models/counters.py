@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from acceptmoe import routing
+from acceptmoe.routing import RoutingRule
 from acceptmoe.selection import BlockRows
 
 
@@ -30,15 +32,27 @@ class RoutingCounts:
 class RoutedLayer:
     """One layer's part in a verification pass.
 
-    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `gates` [T, E]
-    and `eligible` [E] are None when nothing was restricted; both ids are the same then.
+    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `known_gates`
+    [T, E] and `eligible` [E] are None when nothing was restricted; both ids are the same then. The
+    fused op leaves `counts` [5] fp32, the values of `RoutingCounts`' fields, and instead of gates
+    the `logits` [T, E] and the `rule` that makes them: only an audit needs them.
     """
 
     num_experts: int
     natural_ids: Tensor
     used_ids: Tensor
-    gates: Tensor | None = None
+    known_gates: Tensor | None = None
     eligible: Tensor | None = None
+    counts: Tensor | None = None
+    logits: Tensor | None = None
+    rule: RoutingRule | None = None
+
+    @property
+    def gates(self) -> Tensor | None:
+        """[T, E] fp32, or None when nothing was restricted."""
+        if self.rule is None or self.logits is None:
+            return self.known_gates
+        return routing.gates(self.rule, self.logits)
 
 
 class RoutingCounters:
@@ -74,11 +88,14 @@ class RoutingCounters:
 
 def _count(rows: BlockRows, layers: list[RoutedLayer]) -> Tensor:
     """[5] fp64: the sums of `RoutingCounts`' fields over `layers`, all on one device."""
+    counted = [routed.counts for routed in layers if routed.counts is not None]
+    if counted:
+        return torch.stack(counted).sum(dim=0, dtype=torch.float64)
     num_experts = layers[0].num_experts
     natural = _routed(torch.stack([routed.natural_ids for routed in layers]), rows, num_experts)
     natural_union = natural.any(dim=1).sum()
     eligible = [routed.eligible for routed in layers if routed.eligible is not None]
-    gates = [routed.gates for routed in layers if routed.gates is not None]
+    gates = [routed.known_gates for routed in layers if routed.known_gates is not None]
     if eligible:
         used = _routed(torch.stack([routed.used_ids for routed in layers]), rows, num_experts)
         num_used = used.any(dim=1).sum()

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -208,6 +209,14 @@ def _version(compiler: tuple[str, ...]) -> str:
     return done.stdout
 
 
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of this processor, by their names in /proc/cpuinfo; empty elsewhere."""
+    words = (line.partition(":") for line in _processor().splitlines())
+    lists = (value.split() for name, _, value in words if name.strip() in ("flags", "Features"))
+    return frozenset(feature for features in lists for feature in features)
+
+
+@cache
 def _processor() -> str:
     """What -march=native may read: a home folder can be shared by machines of several kinds."""
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from acceptmoe.assets import asset_dir
-from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.errors import InvalidArgumentError, KernelBuildError
 
 Number = np.int32 | np.int64 | np.uint64 | np.float32
 Argument = Tensor | Number | None  # a pointer, a number, a null pointer
@@ -56,8 +56,7 @@ class CupyKernels:
         block: int,
         arguments: Sequence[Argument],
     ) -> None:
-        import cupy
-
+        cupy = import_cupy()
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         function = self._function(kernel, defines, device)
         stream = torch.cuda.current_stream(device)
@@ -72,6 +71,18 @@ class CupyKernels:
             if key not in self._functions:
                 self._functions[key] = _compile(kernel, defines, device)
             return self._functions[key]
+
+
+def import_cupy() -> Any:
+    """CuPy, or `KernelBuildError` where it is not installed."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise KernelBuildError(
+            f"the CUDA kernels need CuPy, which cannot be imported ({error}); install "
+            "acceptmoe[cuda12] or acceptmoe[cuda13], whichever CUDA torch was built for"
+        ) from error
+    return cupy
 
 
 def compile_options(defines: Mapping[str, str]) -> tuple[str, ...]:
@@ -108,16 +119,14 @@ class _StreamHandle:
 
 
 def _cupy_stream(stream: torch.cuda.Stream) -> Any:
-    import cupy
-
+    cupy = import_cupy()
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14 and later
         return cupy.cuda.Stream.from_external(_StreamHandle(stream.cuda_stream))
     return cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)
 
 
 def _compile(kernel: str, defines: Mapping[str, str], device: torch.device) -> Any:
-    import cupy
-
+    cupy = import_cupy()
     source = (asset_dir("cuda") / f"{kernel}.cu").read_text(encoding="utf-8")
     with cupy.cuda.Device(device.index):
         module = cupy.RawModule(code=source, options=compile_options(defines), backend="nvrtc")

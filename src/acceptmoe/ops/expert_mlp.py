@@ -190,12 +190,12 @@ def check_expert_mlp(
                 f"{num_experts} experts of inner size {inner_size} and is_transposed="
                 f"{is_transposed} it must be {shape}"
             )
-        if name in ("gate_up_bias", "down", "down_bias") and tensor is not None:
-            if tensor.dtype != gate_up.dtype:
-                raise InvalidArgumentError(
-                    f"{name} is in {tensor.dtype}; it must be in the dtype of gate_up, "
-                    f"{gate_up.dtype}"
-                )
+    for name in ("gate_up_bias", "down", "down_bias"):
+        tensor = expected[name][0]
+        if tensor is not None and tensor.dtype != gate_up.dtype:
+            raise InvalidArgumentError(
+                f"{name} is in {tensor.dtype}; it must be in the dtype of gate_up, {gate_up.dtype}"
+            )
     if ids.dtype != torch.int64:
         raise InvalidArgumentError(f"ids is in {ids.dtype}; it must be in torch.int64")
     cpu_library.check_tensors(hidden=hidden)

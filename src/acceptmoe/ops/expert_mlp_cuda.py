@@ -9,11 +9,12 @@ captured graph stays right whatever the routing turns out to be.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.errors import InvalidArgumentError, KernelBuildError
 from acceptmoe.ops.cuda_kernels import CUPY_KERNELS, Kernels
 from acceptmoe.ops.routed_pairs import MAX_EXPERTS, combine_rows, gather_rows, route_rows
 
@@ -52,8 +53,7 @@ def expert_mlp_cuda(
         return output
     bound = min(union_bound, largest_union) if union_bound > 0 else largest_union
 
-    from acceptmoe.ops import expert_mlp_triton as products
-
+    products = _import_products()
     # Triton launches on torch's current device.
     with torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext():
         for begin in range(0, hidden.shape[0], MAX_CHUNK_ROWS):
@@ -74,6 +74,18 @@ def expert_mlp_cuda(
             results = products.down(inner, down, down_bias, grid, is_transposed=is_transposed)
             combine_rows(results, weights[rows], routed, output[rows], kernels)
     return output
+
+
+def _import_products() -> Any:
+    """The Triton kernels, or `KernelBuildError` where Triton is not installed."""
+    try:
+        from acceptmoe.ops import expert_mlp_triton
+    except ImportError as error:
+        raise KernelBuildError(
+            f"the CUDA kernels need Triton, which cannot be imported ({error}); install "
+            "acceptmoe[cuda12] or acceptmoe[cuda13], whichever CUDA torch was built for"
+        ) from error
+    return expert_mlp_triton
 
 
 def _check(hidden: Tensor, gate_up: Tensor) -> None:

@@ -73,4 +73,6 @@ def activate(gate: Tensor, up: Tensor, activation: str, limit: float, alpha: flo
         return (up + 1) * gate * torch.sigmoid(alpha * gate)
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
-    return {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation](gate) * up
+    if activation == "gelu":
+        return F.gelu(gate) * up
+    return (F.silu(gate) if activation == "silu" else F.relu(gate)) * up

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops import cpu_library
-from acceptmoe.ops.cpu_library import DTYPES
+from acceptmoe.ops.cpu_library import DTYPES, pointer
 from acceptmoe.ops.select_experts_cuda import select_experts_cuda
 from acceptmoe.policies import FusedParams
 from acceptmoe.routing import SCORINGS, NaturalRouting, RoutingRule
@@ -34,6 +34,19 @@ SCHEMA = (
 )
 NUM_COUNTS = 5  # natural_union, eligible, experts_used, excluded_mass, routed_pairs
 ARGUMENTS = struct.Struct("@14Q11q2d")  # `SelectExpertsArguments` in cpu/select_experts.cpp
+FLOATING, FP32, BOOL = tuple(DTYPES), (torch.float32,), (torch.bool,)
+INPUTS = (
+    ("logits", FLOATING),
+    ("natural_weights", FLOATING),
+    ("natural_ids", (torch.int64,)),
+    ("row_weights", FP32),
+    ("is_anchor", BOOL),
+    ("path_commitment", FP32),
+    ("is_real", BOOL),
+    ("correction_bias", FLOATING),
+    ("resident", BOOL),
+    ("is_enabled", BOOL),
+)
 
 torch.library.define(NAME, SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -83,15 +96,15 @@ def select_experts(
 def _new_outputs(
     logits: Tensor, natural_weights: Tensor, natural_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape, device = natural_ids.shape, logits.device
     return (
-        torch.empty_like(natural_weights, memory_format=torch.contiguous_format),
-        torch.empty_like(natural_ids, memory_format=torch.contiguous_format),
-        logits.new_empty(logits.shape[1], dtype=torch.bool),
-        logits.new_empty(NUM_COUNTS, dtype=torch.float32),
+        torch.empty(shape, dtype=natural_weights.dtype, device=device),
+        torch.empty(shape, dtype=torch.int64, device=device),
+        torch.empty(logits.shape[1], dtype=torch.bool, device=device),
+        torch.empty(NUM_COUNTS, dtype=torch.float32, device=device),
     )
 
 
-@torch.library.register_fake(NAME)
 def _select_experts_fake(
     logits: Tensor,
     natural_weights: Tensor,
@@ -119,7 +132,6 @@ def _select_experts_fake(
     return _new_outputs(logits, natural_weights, natural_ids)
 
 
-@torch.library.impl(NAME, "cpu")
 def _select_experts_cpu(
     logits: Tensor,
     natural_weights: Tensor,
@@ -144,35 +156,38 @@ def _select_experts_cpu(
     check_inputs(logits, natural_weights, natural_ids, rows, experts, is_enabled)
     names = (scoring, sizing, combine)
     check_rule(logits, natural_ids, names, num_groups, groups_per_row)
+    # Named until the kernel has run: a contiguous copy must outlive its address.
+    logits, natural_weights = logits.contiguous(), natural_weights.contiguous()
+    natural_ids, is_enabled = natural_ids.contiguous(), is_enabled.contiguous()
+    row_weights, is_anchor = row_weights.contiguous(), is_anchor.contiguous()
+    path_commitment, is_real = path_commitment.contiguous(), is_real.contiguous()
     if correction_bias is not None:
-        correction_bias = correction_bias.float()
-    inputs = [
-        None if tensor is None else tensor.contiguous()  # held until the kernel has run
-        for tensor in (
-            logits,
-            natural_weights,
-            natural_ids,
-            *rows,
-            correction_bias,
-            resident,
-            is_enabled,
-        )
-    ]
+        correction_bias = correction_bias.float().contiguous()
+    if resident is not None:
+        resident = resident.contiguous()
     outputs = _new_outputs(logits, natural_weights, natural_ids)
     arguments = ARGUMENTS.pack(
-        *(0 if tensor is None else tensor.data_ptr() for tensor in inputs),
-        *(tensor.data_ptr() for tensor in outputs),
-        logits.shape[0],
-        logits.shape[1],
+        logits.data_ptr(),
+        natural_weights.data_ptr(),
+        natural_ids.data_ptr(),
+        row_weights.data_ptr(),
+        is_anchor.data_ptr(),
+        path_commitment.data_ptr(),
+        is_real.data_ptr(),
+        pointer(correction_bias) or 0,
+        pointer(resident) or 0,
+        is_enabled.data_ptr(),
+        *[output.data_ptr() for output in outputs],
+        *logits.shape,
         natural_ids.shape[1],
         DTYPES[logits.dtype],
         DTYPES[natural_weights.dtype],
-        SCORINGS.index(scoring),  # type: ignore[arg-type]
+        SCORINGS.index(scoring),
         renormalize,
         num_groups,
         groups_per_row,
-        SIZINGS.index(sizing),  # type: ignore[arg-type]
-        COMBINES.index(combine),  # type: ignore[arg-type]
+        SIZINGS.index(sizing),
+        COMBINES.index(combine),
         scale,
         size_parameter,
     )
@@ -180,7 +195,6 @@ def _select_experts_cpu(
     return outputs
 
 
-@torch.library.impl(NAME, "cuda")
 def _select_experts_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logits, natural_weights, natural_ids, *tensors = arguments[:10]
     rows, experts, is_enabled = tuple(tensors[:4]), tuple(tensors[4:6]), tensors[6]
@@ -188,6 +202,11 @@ def _select_experts_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
     scoring, _, _, num_groups, groups_per_row, sizing, _, combine = arguments[10:]
     check_rule(logits, natural_ids, (scoring, sizing, combine), num_groups, groups_per_row)
     return select_experts_cuda(*arguments)
+
+
+torch.library.impl(NAME, "cpu", _select_experts_cpu)
+torch.library.impl(NAME, "cuda", _select_experts_cuda)
+torch.library.register_fake(NAME, _select_experts_fake)
 
 
 def check_inputs(
@@ -199,33 +218,23 @@ def check_inputs(
     is_enabled: Tensor,
 ) -> None:
     """Raise `InvalidArgumentError` unless shapes, dtypes and devices belong together."""
-    row_weights, is_anchor, path_commitment, is_real = rows
-    correction_bias, resident = experts
     if logits.dim() != 2 or natural_ids.dim() != 2:
         raise InvalidArgumentError(
             f"logits has shape {tuple(logits.shape)} and natural_ids {tuple(natural_ids.shape)}; "
             "they must be [T, E] and [T, K]"
         )
-    by_row, by_expert = logits.shape[:1], logits.shape[1:]
-    for name, tensor, shape, dtypes in (
-        ("logits", logits, logits.shape, DTYPES),
-        ("natural_weights", natural_weights, (*by_row, natural_ids.shape[1]), DTYPES),
-        ("natural_ids", natural_ids, (*by_row, natural_ids.shape[1]), (torch.int64,)),
-        ("row_weights", row_weights, by_row, (torch.float32,)),
-        ("is_anchor", is_anchor, by_row, (torch.bool,)),
-        ("path_commitment", path_commitment, by_row, (torch.float32,)),
-        ("is_real", is_real, by_row, (torch.bool,)),
-        ("correction_bias", correction_bias, by_expert, DTYPES),
-        ("resident", resident, by_expert, (torch.bool,)),
-        ("is_enabled", is_enabled, (), (torch.bool,)),
-    ):
+    num_rows, num_experts = logits.shape
+    pairs, by_row, by_expert = (num_rows, natural_ids.shape[1]), (num_rows,), (num_experts,)
+    values = (logits, natural_weights, natural_ids, *rows, *experts, is_enabled)
+    shapes = ((num_rows, num_experts), pairs, pairs, *[by_row] * 4, *[by_expert] * 2, ())
+    for index, (tensor, shape) in enumerate(zip(values, shapes, strict=True)):
         if tensor is None:
             continue
+        name, dtypes = INPUTS[index]
         if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != logits.device:
             raise InvalidArgumentError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; it "
-                f"must be {' or '.join(map(str, dtypes))} of shape {tuple(shape)} on "
-                f"{logits.device}"
+                f"must be {' or '.join(map(str, dtypes))} of shape {shape} on {logits.device}"
             )
 
 

@@ -74,9 +74,9 @@ class ExpertMlp {
       : a(arguments),
         routing(sort_by_expert(arguments)),
         num_pairs(int64_t(routing.rows.size())),
-        hidden_padded(round_up(a.hidden_size, kStep<W>)),
-        inner_padded(round_up(a.inner_size, kStep<W>)),
-        units(block_of(a.inner_size, a.is_transposed ? 64 : 32, int64_t(routing.experts.size()))),
+        hidden_padded(row_stride<W>(a.hidden_size)),
+        inner_padded(row_stride<W>(a.inner_size)),
+        units(block_of(a.inner_size, 64, int64_t(routing.experts.size()))),
         columns(block_of(a.hidden_size, a.is_transposed ? 128 : 64, 1)) {}
 
   bool is_valid() const { return routing.is_valid; }

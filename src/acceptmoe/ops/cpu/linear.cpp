@@ -20,7 +20,7 @@ struct LinearArguments {
 
 template <class W>
 static void linear(const LinearArguments& a) {
-  const int64_t padded = round_up(a.depth, kStep<W>);
+  const int64_t padded = row_stride<W>(a.depth);
   const int64_t share = a.num_outputs / (4 * a.num_threads);
   const int64_t block = round_up(std::clamp<int64_t>(share, kPair, 64), kPair);
   Workspace memory(Workspace::size_of(a.num_rows * padded * 4) +

@@ -19,7 +19,11 @@ namespace acceptmoe {
 
 constexpr int kMaxRows = 6;
 constexpr int kCacheLine = 64;
-constexpr int64_t kReduction = 1024;  // of fp32, times kMaxRows: what the first cache holds
+constexpr int kPage = 4096;
+constexpr int kStreams = 4;           // rows of weights read at a time where memory counts
+constexpr int64_t kReduction = 512;  // of fp32, times kMaxRows: less than half the first cache
+constexpr int kTilesAhead = 2;        // prefetched where arithmetic is what counts
+constexpr int64_t kMaxOutputs = 128;  // in one call of `multiply` with weights [N, K]
 
 // Elements in one step of a dot product: whole cache lines, so that each is prefetched once.
 template <class W>
@@ -27,6 +31,15 @@ constexpr int kStep = std::max<int>(kCacheLine / sizeof(W), kPair);
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
+}
+
+// Floats from one row of activations to the next. Rows a power of two apart would all want the same
+// few sets of the first cache; these are spread over them.
+template <class W>
+inline int64_t row_stride(int64_t depth) {
+  const int64_t floats = kCacheLine / 4, padded = round_up(round_up(depth, kStep<W>), floats);
+  if (depth < kReduction) return padded;
+  return padded + (21 - padded / floats % 64 + 64) % 64 * floats;
 }
 
 // Where `index` of a row of activations lies in the order in which weights [N, K] are loaded.
@@ -49,6 +62,29 @@ struct Weights {
   }
 };
 
+// One vector of each of N rows of weights times one of each of R rows of activations.
+template <class W, int R, int N, int Half>
+inline __attribute__((always_inline)) void add_half(const float* const* activations, int64_t k,
+                                                    const W* const* weights, int step,
+                                                    Floats (&sums)[R][N]) {
+  Floats widened[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    widened[n] = Format<W>::template load<Half>(weights[n] + step);
+    keep_in_register(widened[n]);
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    Floats activation = load<Floats>(activations[r] + k + Half * kLanes);
+    if (N > 1) keep_in_register(activation);  // compilers would load it N times
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      sums[r][n] += activation * widened[n];
+      keep_in_register(sums[r][n]);  // or halves are mixed, registers run out, and a sum spills
+    }
+  }
+}
+
 // One step of N dot products for each of R rows.
 template <class W, int R, int N>
 inline __attribute__((always_inline)) void add_step(const float* const* activations, int64_t k,
@@ -56,31 +92,28 @@ inline __attribute__((always_inline)) void add_step(const float* const* activati
                                                     Floats (&sums)[R][N]) {
 #pragma GCC unroll 4
   for (int step = 0; step < kStep<W>; step += kPair) {
-    Floats first[N], second[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) Format<W>::load(weights[n] + step, first[n], second[n]);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const Floats activation = load<Floats>(activations[r] + k + step);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[r][n] += activation * first[n];
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const Floats activation = load<Floats>(activations[r] + k + step + kLanes);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[r][n] += activation * second[n];
-    }
+    add_half<W, R, N, 0>(activations, k + step, weights, step, sums);
+    add_half<W, R, N, 1>(activations, k + step, weights, step, sums);
   }
 }
 
-// Adds (or, for the first part of the reduction, assigns) the products of k in [begin, end).
-// `ahead` is what comes next in memory order; its rows are prefetched in the same rhythm, because
-// the hardware's own prefetchers stop at the end of every 4 KB page.
-template <class W, int R, int N>
+// N dot products for each of R rows, over k in [begin, end) of `depth`. Parts of a reduction leave
+// their sums, lane by lane, in `partial` [R, N]; the last one adds up the lanes.
+//
+// `ahead` is what comes next; it is prefetched in the same rhythm, because the hardware's own
+// prefetchers stop at the end of every 4 KB page: row beside row, or, if they are whole (`Linear`)
+// and shorter than a page, in the order they lie in.
+template <class W, int R, int N, bool Linear = false>
 void dot_tile(const float* const* activations, const W* weights, int64_t stride, int64_t begin,
-              int64_t end, const W* ahead, float* out, int64_t out_stride) {
-  Floats sums[R][N] = {};
+              int64_t end, int64_t depth, const W* ahead, Floats* partial, float* out,
+              int64_t out_stride) {
+  Floats sums[R][N];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[r][n] = begin > 0 ? partial[r * N + n] : Floats{};
+  const bool is_linear = Linear && stride * int64_t(sizeof(W)) < kPage;
+  const int64_t row_step = is_linear ? kStep<W> : stride, k_step = is_linear ? N : 1;
   int64_t k = begin;
   for (; k + kStep<W> <= end; k += kStep<W>) {
     const W* rows[N];
@@ -88,7 +121,7 @@ void dot_tile(const float* const* activations, const W* weights, int64_t stride,
     for (int n = 0; n < N; ++n) {
       rows[n] = weights + n * stride + k;
       for (int line = 0; line < kStep<W>; line += kCacheLine / int(sizeof(W)))
-        __builtin_prefetch(ahead + n * stride + (k - begin) + line);
+        __builtin_prefetch(ahead + n * row_step + (k - begin) * k_step + line);
     }
     add_step<W, R, N>(activations, k, rows, sums);
   }
@@ -101,50 +134,70 @@ void dot_tile(const float* const* activations, const W* weights, int64_t stride,
     }
     add_step<W, R, N>(activations, k, rows, sums);
   }
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      float* result = out + r * out_stride + n;
-      *result = begin == 0 ? sum_lanes(sums[r][n]) : *result + sum_lanes(sums[r][n]);
+      if (end < depth)
+        partial[r * N + n] = sums[r][n];
+      else
+        out[r * out_stride + n] = sum_lanes(sums[r][n]);
     }
 }
 
-// Few rows wait for memory: whole rows of weights, four at a time, in the order they lie in. Many
-// rows wait for arithmetic: their activations stay in the first cache, a part of K at a time.
+// Few rows wait for memory: whole rows of weights, kStreams at a time, in the order they lie in.
+template <class W, int R>
+void dot_few_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
+                  const W* following, float* out, int64_t out_stride) {
+  const int64_t depth = weights.depth, stride = weights.stride;
+  int64_t n = 0;
+  for (; n + kStreams <= num_outputs; n += kStreams) {
+    const W* rows = weights.data + n * stride;
+    const W* ahead = n + kStreams < num_outputs ? rows + kStreams * stride : following;
+    dot_tile<W, R, kStreams, true>(activations, rows, stride, 0, depth, depth, ahead, nullptr, out + n,
+                             out_stride);
+  }
+  for (; n < num_outputs; ++n) {
+    const W* rows = weights.data + n * stride;
+    dot_tile<W, R, 1>(activations, rows, stride, 0, depth, depth, rows + stride, nullptr, out + n,
+                      out_stride);
+  }
+}
+
+// Many rows wait for arithmetic: their activations stay in the first cache, a part of K at a time,
+// while the block of weights passes by, the first time from memory and then from the second cache.
+template <class W, int R>
+void dot_many_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
+                   const W* following, float* out, int64_t out_stride) {
+  constexpr int N = 2;
+  const int64_t depth = weights.depth, stride = weights.stride, pairs = num_outputs / N;
+  Floats partial[kMaxOutputs / N][R * N];
+  for (int64_t begin = 0; begin < depth; begin += kReduction) {
+    const int64_t end = std::min(begin + kReduction, depth);
+    const W* after = end < depth ? weights.data + end : following;
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const W* rows = weights.data + pair * N * stride;
+      const int64_t next = pair + kTilesAhead;
+      const W* ahead = next < pairs ? rows + kTilesAhead * N * stride + begin
+                                    : after + (next - pairs) * N * stride;
+      dot_tile<W, R, N>(activations, rows, stride, begin, end, depth, ahead, partial[pair],
+                        out + pair * N, out_stride);
+    }
+  }
+  if (num_outputs % N) {
+    const W* row = weights.data + pairs * N * stride;
+    dot_tile<W, R, 1>(activations, row, stride, 0, depth, depth, row, nullptr, out + pairs * N,
+                      out_stride);
+  }
+}
+
 template <class W, int R>
 void dot_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
               const W* following, float* out, int64_t out_stride) {
-  constexpr int N = R <= 3 ? 4 : 2;
-  const int64_t depth = weights.depth, stride = weights.stride;
-  const int64_t tiled = num_outputs / N * N;
-  const auto part = [&](int64_t n, int64_t begin, const W* ahead) {
-    const int64_t end = std::min(begin + kReduction, depth);
-    const W* rows = weights.data + n * stride;
-    if (n < tiled)
-      dot_tile<W, R, N>(activations, rows, stride, begin, end, ahead, out + n, out_stride);
-    else
-      dot_tile<W, R, 1>(activations, rows, stride, begin, end, ahead, out + n, out_stride);
-  };
-  const auto step = [&](int64_t n) { return n < tiled ? N : 1; };
-  if (R <= 3) {
-    for (int64_t n = 0; n < num_outputs; n += step(n))
-      for (int64_t begin = 0; begin < depth; begin += kReduction) {
-        const bool is_last = begin + kReduction >= depth;
-        const int64_t next = n + step(n);
-        const W* ahead = !is_last             ? weights.data + n * stride + begin + kReduction
-                         : next < num_outputs ? weights.data + next * stride
-                                              : following;
-        part(n, begin, ahead);
-      }
-  } else {
-    for (int64_t begin = 0; begin < depth; begin += kReduction)
-      for (int64_t n = 0; n < num_outputs; n += step(n)) {
-        const int64_t next = n + step(n);
-        const W* ahead = next < num_outputs           ? weights.data + next * stride + begin
-                         : begin + kReduction < depth ? weights.data + begin + kReduction
-                                                      : following;
-        part(n, begin, ahead);
-      }
-  }
+  if constexpr (R <= 3)
+    dot_few_rows<W, R>(activations, weights, num_outputs, following, out, out_stride);
+  else
+    dot_many_rows<W, R>(activations, weights, num_outputs, following, out, out_stride);
 }
 
 // Columns [c, c + C * kPair) of weights [K, N] for k in [begin, end), added to the sums in `out`,
@@ -167,7 +220,10 @@ void outer_tile(const float* const* activations, const W* weights, int64_t strid
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
       __builtin_prefetch(ahead + c * kPair);
-      Format<W>::load(row + c * kPair, first[c], second[c]);
+      first[c] = Format<W>::template load<0>(row + c * kPair);
+      second[c] = Format<W>::template load<1>(row + c * kPair);
+      keep_in_register(first[c]);
+      keep_in_register(second[c]);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -192,8 +248,8 @@ void outer_rest(const float* const* activations, const W* weights, int64_t strid
   for (int64_t k = begin; k < end; ++k) {
     W rest[kPair] = {};
     std::memcpy(rest, weights + k * stride, count * sizeof(W));
-    Floats first, second;
-    Format<W>::load(rest, first, second);
+    const Floats first = Format<W>::template load<0>(rest);
+    const Floats second = Format<W>::template load<1>(rest);
     for (int r = 0; r < R; ++r) {
       float* result = out + r * out_stride;
       const Floats activation = splat(activations[r][k]);

@@ -118,7 +118,7 @@ class Layer {
     for (int64_t e = 0; e < a.num_experts; ++e) choice[e] = to_float(logits[e]);
     std::fill(choice + a.num_experts, choice + stride_, -kInfinity);
     const bool is_sigmoid = a.scoring == kSigmoidBiasGroup;
-    const float largest = is_sigmoid ? 0.0f : *std::max_element(choice, choice + a.num_experts);
+    const float largest = is_sigmoid ? 0.0f : largest_of(choice);
     Floats sum{};
     for (int64_t e = 0; e < stride_; e += kLanes) {
       const Floats x = load<Floats>(choice + e);
@@ -130,6 +130,17 @@ class Layer {
     if (!is_sigmoid) return;
     for (int64_t e = 0; e < a.num_experts; ++e)
       choice[e] = as_router_has(scores[e]) + (a.correction_bias ? a.correction_bias[e] : 0.0f);
+  }
+
+  float largest_of(const float* padded) const {
+    Floats largest = splat(-kInfinity);
+    for (int64_t e = 0; e < stride_; e += kLanes) {
+      const Floats x = load<Floats>(padded + e);
+      largest = x > largest ? x : largest;
+    }
+    float lanes[kLanes];
+    store(lanes, largest);
+    return *std::max_element(lanes, lanes + kLanes);
   }
 
   // A sigmoid score as the router computes it, in the type of its logits.

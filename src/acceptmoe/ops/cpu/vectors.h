@@ -57,6 +57,19 @@ inline To bit_cast(From value) {
 
 inline Floats splat(float value) { return value - Floats{}; }  // minus: 0 + -0 would lose the sign
 
+// Keeps the compiler from computing or loading `value` again at every use.
+inline void keep_in_register(Floats& value) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(value));
+#elif defined(__SSE2__)
+  __asm__("" : "+x"(value));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(value));
+#else
+  (void)value;
+#endif
+}
+
 // Sum of all lanes by halving; always in the same order.
 inline float sum_lanes(Floats value) {
   float lanes[kLanes];
@@ -124,52 +137,48 @@ inline void from_float(float value, Float16* result) {  // to nearest, ties to e
   result->bits = uint16_t(half | (bits & 0x80000000u) >> 16);
 }
 
-// Two vectors from kPair weights, and where in them a weight comes to lie. Activations are packed
-// in that order, so that no weight needs a shuffle.
+// Half 0 and half 1 of kPair weights as vectors, and where in them a weight comes to lie.
+// Activations are packed in that order, so that no weight needs a shuffle.
 template <class W>
 struct Format;
 
 template <>
 struct Format<float> {
-  static void load(const float* weights, Floats& first, Floats& second) {
-    first = acceptmoe::load<Floats>(weights);
-    second = acceptmoe::load<Floats>(weights + kLanes);
+  template <int Half>
+  static Floats load(const float* weights) {
+    return acceptmoe::load<Floats>(weights + Half * kLanes);
   }
   static int position(int index) { return index; }
 };
 
 template <>
 struct Format<BFloat16> {
-  static void load(const BFloat16* weights, Floats& first, Floats& second) {
+  template <int Half>
+  static Floats load(const BFloat16* weights) {
     const Words raw = acceptmoe::load<Words>(weights);  // two to a word, the even one below
-    first = bit_cast<Floats>(raw << 16);
-    second = bit_cast<Floats>(raw & 0xffff0000u);
+    return bit_cast<Floats>(Half == 0 ? raw << 16 : raw & 0xffff0000u);
   }
   static int position(int index) { return index % 2 * kLanes + index / 2; }
 };
 
 template <>
 struct Format<Float16> {
-  static void load(const Float16* weights, Floats& first, Floats& second) {
-    first = convert(weights);
-    second = convert(weights + kLanes);
-  }
-  static int position(int index) { return index; }
-
- private:
-  static Floats convert(const Float16* weights) {
+  template <int Half>
+  static Floats load(const Float16* weights) {
+    const Float16* half = weights + Half * kLanes;
 #if defined(__F16C__) && defined(__AVX512F__)
-    return bit_cast<Floats>(_mm512_cvtph_ps(acceptmoe::load<__m256i>(weights)));
+    return bit_cast<Floats>(_mm512_cvtph_ps(acceptmoe::load<__m256i>(half)));
 #elif defined(__F16C__) && defined(__AVX2__)
-    return bit_cast<Floats>(_mm256_cvtph_ps(acceptmoe::load<__m128i>(weights)));
+    return bit_cast<Floats>(_mm256_cvtph_ps(acceptmoe::load<__m128i>(half)));
 #else
-    const Words bits = __builtin_convertvector(acceptmoe::load<Shorts>(weights), Words);
+    const Words bits = __builtin_convertvector(acceptmoe::load<Shorts>(half), Words);
     const Words magnitude = (bits & 0x7fffu) << 13;
     const Words scaled = bit_cast<Words>(bit_cast<Floats>(magnitude) * 0x1p112f);
     const Words finite_or_not = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : scaled;
     return bit_cast<Floats>(finite_or_not | (bits & 0x8000u) << 16);
 #endif
   }
+  static int position(int index) { return index; }
 };
 
 }  // namespace acceptmoe

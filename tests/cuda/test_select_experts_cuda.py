@@ -13,7 +13,7 @@ from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops.select_experts_cuda import select_experts_cuda
 from acceptmoe.routing import NaturalRouting
 from acceptmoe.selection import BlockRows, routed_mask
-from select_experts_cases import (
+from select_experts_inputs import (
     CASES,
     TYPED_CASES,
     Case,

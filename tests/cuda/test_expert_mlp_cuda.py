@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from interpreter import Interpreter, interpreter
 
-from acceptmoe.errors import InvalidArgumentError
+import acceptmoe.ops
+from acceptmoe.errors import InvalidArgumentError, KernelBuildError
 from acceptmoe.ops.expert_mlp_cuda import expert_mlp_cuda
 from acceptmoe.ops.reference import expert_mlp as reference
-from expert_mlp_cases import CASES, TOLERANCES, Case, relative_error
+from expert_mlp_inputs import CASES, TOLERANCES, Case, relative_error
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +55,11 @@ def test_other_dtypes_of_weights_are_refused() -> None:
 def test_more_experts_than_the_kernels_count_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"513 experts; the CUDA .* up to 512"):
         expert_mlp_cuda(*Case(1, 513, 2, hidden=2, inner=1).arguments())
+
+
+def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "acceptmoe.ops.expert_mlp_triton", raising=False)
+    monkeypatch.delattr(acceptmoe.ops, "expert_mlp_triton", raising=False)
+    with pytest.raises(KernelBuildError, match=r"need Triton.*install acceptmoe\[cuda12\]"):
+        expert_mlp_cuda(*Case(1, 4, 2).arguments())
