@@ -56,12 +56,12 @@ def expert_mlp_cuda(
     products = _import_products()
     # Triton launches on torch's current device.
     with torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext():
-        for begin in range(0, hidden.shape[0], MAX_CHUNK_ROWS):
-            rows = slice(begin, begin + MAX_CHUNK_ROWS)
-            routed = route_rows(ids[rows], gate_up.shape[0], kernels)
-            grid = products.Grid(routed, bound, hidden[rows].shape[0])
+        chunks = (torch.split(part, MAX_CHUNK_ROWS) for part in (hidden, ids, weights, output))
+        for some_hidden, some_ids, some_weights, some_output in zip(*chunks, strict=True):
+            routed = route_rows(some_ids, gate_up.shape[0], kernels)
+            grid = products.Grid(routed, bound, some_hidden.shape[0])
             inner = products.gate_up(
-                gather_rows(hidden[rows], routed, kernels),
+                gather_rows(some_hidden, routed, kernels),
                 gate_up,
                 gate_up_bias,
                 grid,
@@ -72,7 +72,7 @@ def expert_mlp_cuda(
                 alpha=alpha,
             )
             results = products.down(inner, down, down_bias, grid, is_transposed=is_transposed)
-            combine_rows(results, weights[rows], routed, output[rows], kernels)
+            combine_rows(results, some_weights, routed, some_output, kernels)
     return output
 
 
