@@ -20,6 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from acceptmoe.decoding.audit import Auditor, check_audit
+from acceptmoe.decoding.compiled import make_compiled_passes
 from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.online_table import OnlineCommitmentTable
@@ -56,6 +57,7 @@ def wrap(
     num_nodes: int = 32,
     max_depth: int = 5,
     experts: str | None = None,
+    compile: bool | str = False,
     audit: float = 0.0,
     max_kl: float | None = None,
     guard: bool = False,
@@ -81,6 +83,11 @@ def wrap(
             prefill included, by kernels that read each expert of the union once. They are compiled
             at first use, need a C++ compiler on a CPU, and round differently: logits agree with the
             model's own within 1e-4 in fp32.
+        compile: Compile the verification passes with `torch.compile`, and on a GPU capture them as
+            CUDA graphs. Each size of pass compiles when it is first needed, half a minute on a CPU.
+            True takes Inductor; a name takes that backend of `torch.compile`. The experts must
+            trace: "grouped_mm" (Transformers' default), "batched_mm", or `experts="acceptmoe"`;
+            with that the dense layers become kernels of ours too where a CPU's own are slow.
         audit: Share of verification blocks that are run under natural routing too, from the same
             cache, to measure what the policy changes: `report()["audit"]`. The text never depends
             on it. 0.02 costs one further pass in fifty.
@@ -128,10 +135,20 @@ def wrap(
             needs_depths=chosen_policy.reads_depths,
             allow_mismatch=allow_table_mismatch,
         )
+    passes = make_compiled_passes(
+        model,
+        adapter,
+        chosen_policy,
+        compile,
+        num_nodes,
+        max_depth,
+        experts=experts,
+        keeps_layers=audit > 0,
+    )
     self_check(model, adapter)
     experts_patch = None if experts is None else ExpertsPatch(adapter)
     session = Session.attach(
-        model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth
+        model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth, passes
     )
     session.use_experts(experts_patch)
     if isinstance(chosen_drafter, Eagle3Drafter):
@@ -299,16 +316,19 @@ class AcceptMoEMixin:
         is_valid = torch.ones(num_cached, dtype=torch.bool, device=input_ids.device)
         if attention_mask is not None:
             is_valid = attention_mask[0, :num_cached].bool()
-        decode(
-            model,
-            session,
-            emitter,
-            cache,
-            Prefix(is_valid, next_position),
-            prefill.logits[:, -1],
-            session.tap.features,
-            stopping_criteria.max_length or input_ids.shape[1] + MAX_NODES,
-        )
+        prefix = Prefix(is_valid, next_position)
+        max_length = stopping_criteria.max_length or input_ids.shape[1] + MAX_NODES
+        with session.working_cache(model, cache, prefix, max_length) as working:
+            decode(
+                model,
+                session,
+                emitter,
+                working,
+                prefix,
+                prefill.logits[:, -1],
+                session.tap.features,
+                max_length,
+            )
         emitter.end()
         if not returns_dict:
             return emitter.input_ids

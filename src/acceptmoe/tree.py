@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,10 +96,11 @@ class TreeShape:
     @cached_property
     def ancestry(self) -> Tensor:
         """[T, T] bool on the CPU: `ancestry[t, s]` says that s is t or an ancestor of t."""
-        ancestry = torch.eye(self.num_nodes, dtype=torch.bool)
+        # In NumPy: a torch operation for every node would take longer than a small model's layer.
+        ancestry = np.eye(self.num_nodes, dtype=np.bool_)
         for node, parent in enumerate(self.parents[1:], start=1):
             ancestry[node] |= ancestry[parent]
-        return ancestry
+        return torch.from_numpy(ancestry)
 
 
 @dataclass(frozen=True)
@@ -173,12 +175,8 @@ def tree_attention_mask(
     """Additive mask [1, 1, T, num_slots] with which one forward verifies the whole tree.
 
     Cache slots 0..P-1 hold the prefix, P..P+T-1 the tree's rows, the rest (a static cache's spare
-    room) is masked. A row sees the valid prefix and its own ancestors; `prefix_is_valid` [P] bool
-    leaves out padding. The mask is additive, 0 or the dtype's minimum: eager attention would *add*
-    a boolean mask.
-
-    With `window` a row sees only keys less than `window` tokens back on its own path, where a node
-    of depth d counts as token P + d: siblings lie in different slots but are the same token away.
+    room) is masked. `prefix_is_valid` [P] bool leaves out padding. `block_attention_mask` says what
+    a row sees.
     """
     device = prefix_is_valid.device
     num_nodes, num_prefix = shape.num_nodes, prefix_is_valid.shape[0]
@@ -186,18 +184,50 @@ def tree_attention_mask(
         raise TreeError(
             f"{num_slots} cache slots cannot hold {num_prefix} tokens and a tree of {num_nodes}"
         )
-    is_visible = torch.zeros(num_nodes, num_slots, dtype=torch.bool, device=device)
-    is_visible[:, :num_prefix] = prefix_is_valid
-    tree_slots = slice(num_prefix, num_prefix + num_nodes)
-    is_visible[:, tree_slots] = shape.ancestry.to(device)
+    slot_is_valid = torch.ones(num_slots, dtype=torch.bool, device=device)
+    slot_is_valid[:num_prefix] = prefix_is_valid
+    return block_attention_mask(
+        shape.ancestry.to(device),
+        torch.tensor(shape.depths, device=device),
+        torch.tensor(num_prefix, device=device),
+        slot_is_valid,
+        dtype,
+        window=window,
+    )
+
+
+def block_attention_mask(
+    ancestry: Tensor,
+    depths: Tensor,
+    num_prefix: Tensor,
+    slot_is_valid: Tensor,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Additive mask [1, 1, T, C] of a block whose tree changes while its shapes do not.
+
+    `ancestry` [T, T] bool says which rows are a row's ancestors or itself, `depths` [T] int64;
+    `num_prefix` is P as a tensor of one number, so that nothing here depends on its value;
+    `slot_is_valid` [C] bool leaves out padding in the prefix. A row sees the valid prefix and its
+    own ancestors. The mask is additive, 0 or the dtype's minimum: eager attention would *add* a
+    boolean mask.
+
+    With `window` a row sees only keys less than `window` tokens back on its own path, where a node
+    of depth d counts as token P + d: siblings lie in different slots but are the same token away.
+    """
+    num_rows, num_slots = ancestry.shape[0], slot_is_valid.shape[0]
+    slots = torch.arange(num_slots, device=ancestry.device)
+    row_of_slot = slots - num_prefix
+    is_tree = (row_of_slot >= 0) & (row_of_slot < num_rows)
+    row_of_slot = row_of_slot.clamp(0, num_rows - 1)
+    in_prefix = slot_is_valid & (slots < num_prefix)
+    is_visible = torch.where(is_tree, ancestry[:, row_of_slot], in_prefix)
     if window is not None:
-        node_order = num_prefix + torch.tensor(shape.depths, device=device)
-        key_order = torch.arange(num_slots, device=device)
-        key_order[tree_slots] = node_order
-        is_visible &= node_order[:, None] - key_order[None, :] < window
-    mask = torch.zeros(num_nodes, num_slots, dtype=dtype, device=device)
-    mask.masked_fill_(~is_visible, torch.finfo(dtype).min)
-    return mask[None, None]
+        slot_order = torch.where(is_tree, num_prefix + depths[row_of_slot], slots)
+        is_visible = is_visible & ((num_prefix + depths)[:, None] - slot_order < window)
+    hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=ancestry.device)
+    return torch.where(is_visible, torch.zeros_like(hidden), hidden)[None, None]
 
 
 def best_first_nodes(path_probabilities: Sequence[float], num_nodes: int) -> list[int]:

@@ -114,7 +114,8 @@ def test_a_window_in_a_configuration_that_the_decoder_ignores_is_ignored() -> No
     # OLMoE's decoder makes a full mask whatever its configuration says.
     model = make_model("olmoe")
     model.config.sliding_window = 3
+    shape, is_valid = TreeShape.chain(2), torch.ones(11, dtype=torch.bool)
     masks = MoEAdapter(model).tree_masks(
-        TreeShape.chain(2), torch.ones(9, dtype=torch.bool), 11, torch.float32
+        shape.ancestry, torch.tensor(shape.depths), torch.tensor(9), is_valid, torch.float32
     )
     assert masks[0, 0, 1].tolist() == [0.0] * 11

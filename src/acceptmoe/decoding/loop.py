@@ -10,7 +10,7 @@ from acceptmoe.decoding.deferred import DeferredDrafter
 from acceptmoe.decoding.emission import TokenEmitter
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.steering import Steering
-from acceptmoe.decoding.verify import Prefix, Verifier
+from acceptmoe.decoding.verify import Prefix, VerifiedBlock, Verifier
 from acceptmoe.errors import DrafterError
 from acceptmoe.models.kv import cache_capacity, keep_path, rolled_back_on_error
 from acceptmoe.policies.history import DecodingStep
@@ -35,7 +35,9 @@ def decode(
     """
     drafter, statistics, clock = DeferredDrafter(session.drafter), session.statistics, session.clock
     steering, auditor = session.begin_text(), session.auditor
-    verifier = Verifier(model, session.adapter, session.patch, session.tap, session.table)
+    verifier = Verifier(
+        model, session.adapter, session.patch, session.tap, session.table, session.compiled
+    )
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
     root = emitter.next_token(0)
@@ -46,7 +48,7 @@ def decode(
     drafter.start(prompt, root, first_features)
     while not is_finished:
         start = clock()
-        num_wanted = max_length - emitter.input_ids.shape[1]
+        num_wanted = max_length - emitter.length
         size, max_depth = draft_limits(session, steering, num_wanted, cache, prefix)
         tree = steering.prune(draft(session, drafter, root, size, max_depth))
         drafted = clock()
@@ -57,7 +59,8 @@ def decode(
             block = verifier.verify(tree, cache, prefix, is_natural=is_natural)
             emitter.begin_block(block.logits)
             verified = clock()
-            path = accept_greedy(tree, emitter.next_token, emitter.emit)
+            is_trusted = trusted_rows(block, session.policy.max_lost)
+            path = accept_greedy(tree, emitter.next_token, emitter.emit, is_trusted)
         keep_path(cache, prefix.length, path.nodes)
         prefix = prefix.extended(len(path.nodes))
         root, is_finished = path.tokens[-1], path.is_finished
@@ -67,6 +70,7 @@ def decode(
         for observe in session.observers:
             observe(tree, path.nodes)
         statistics.count_block(tree.num_nodes, len(path.tokens))
+        statistics.num_cut_paths += path.is_cut
         committed = clock()
         auditor.after_block(tree, block, path.nodes, natural)
         statistics.audit_s += audited - drafted + clock() - committed
@@ -82,6 +86,11 @@ def decode(
         statistics.draft_s += step.draft_s
         statistics.verify_s += verified - audited
         statistics.commit_s += committed - verified
+
+
+def trusted_rows(block: VerifiedBlock, max_lost: float) -> list[bool] | None:
+    """Which rows kept enough of their own experts to be accepted; None where all did."""
+    return None if block.lost is None else (block.lost <= max_lost).tolist()
 
 
 def draft_limits(

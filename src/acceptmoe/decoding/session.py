@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from acceptmoe.decoding.audit import Auditor
+from acceptmoe.decoding.compiled import CompiledPasses
 from acceptmoe.decoding.statistics import DecodingStatistics
 from acceptmoe.decoding.steering import Steering, guard_report
+from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
@@ -45,6 +47,7 @@ class Session:
     max_depth: int
     patch: RoutingPatch
     tap: FeatureTap
+    compiled: CompiledPasses | None = None
     statistics: DecodingStatistics = field(default_factory=DecodingStatistics)
     observers: list[BlockObserver] = field(default_factory=list)
     auditor: Auditor = field(default_factory=Auditor)
@@ -66,12 +69,27 @@ class Session:
         drafter: Drafter,
         num_nodes: int,
         max_depth: int,
+        compiled: CompiledPasses | None = None,
     ) -> Session:
         """Put the hooks on `model`; all checks must have passed."""
         tap = FeatureTap(model, drafter.feature_boundaries)
         patch = RoutingPatch(adapter, policy)
         patch.attach()
-        return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap)
+        return cls(adapter, policy, table, drafter, num_nodes, max_depth, patch, tap, compiled)
+
+    @contextmanager
+    def working_cache(
+        self, model: PreTrainedModel, cache: Cache, prefix: Prefix, max_length: int
+    ) -> Iterator[Cache]:
+        """The cache that a text of up to `max_length` tokens is decoded with; it ends in `cache`.
+
+        Compiled passes need one that stays where it is; else it is `cache` itself.
+        """
+        if self.compiled is None:
+            yield cache
+            return
+        with self.compiled.working_cache(model, cache, prefix, max_length) as working:
+            yield working
 
     def use_experts(self, experts_patch: ExpertsPatch | None) -> None:
         """Compute the experts by the compiled kernels from here on, until `detach`."""
@@ -115,6 +133,8 @@ class Session:
         """Take every hook off the model."""
         self.patch.detach()
         self.tap.detach()
+        if self.compiled is not None:
+            self.compiled.release()
         if self.experts_patch is not None:
             self.experts_patch.detach()
 
@@ -152,6 +172,7 @@ class Session:
             "num_sparse_layers": len(self.adapter.layers),
             **self.statistics.read(),
             **routing,
+            "compiled": None if self.compiled is None else self.compiled.report(),
             "audit": self.auditor.report(),
             **guard_report(None if self._steering is None else self._steering.gate, self.history),
         }

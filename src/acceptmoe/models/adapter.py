@@ -14,7 +14,7 @@ from acceptmoe.errors import UnsupportedModelError
 from acceptmoe.models.family import Family
 from acceptmoe.models.kv import find_cache_keyword
 from acceptmoe.models.refusals import check_kind
-from acceptmoe.tree import TreeShape, tree_attention_mask
+from acceptmoe.tree import block_attention_mask
 
 FAMILIES = (
     "axk1",
@@ -85,11 +85,21 @@ class MoEAdapter:
             )
 
     def tree_masks(
-        self, shape: TreeShape, prefix_is_valid: Tensor, num_slots: int, dtype: torch.dtype
+        self,
+        ancestry: Tensor,
+        depths: Tensor,
+        num_prefix: Tensor,
+        slot_is_valid: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor | dict[str, Tensor]:
-        """The `attention_mask` of a verification pass: one mask, or one for each layer type."""
+        """The `attention_mask` of a verification pass: one mask, or one for each layer type.
+
+        The arguments are those of `block_attention_mask`.
+        """
         masks = {
-            layer_type: tree_attention_mask(shape, prefix_is_valid, num_slots, dtype, window=window)
+            layer_type: block_attention_mask(
+                ancestry, depths, num_prefix, slot_is_valid, dtype, window=window
+            )
             for layer_type, window in self._mask_windows.items()
         }
         return masks if self.family.masks == "by_layer_type" else masks["all"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -32,15 +33,17 @@ class RoutingCounts:
 class RoutedLayer:
     """One layer's part in a verification pass.
 
-    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `known_gates`
-    [T, E] and `eligible` [E] are None when nothing was restricted; both ids are the same then. The
-    fused op leaves `counts` [5] fp32, the values of `RoutingCounts`' fields, and instead of gates
-    the `logits` [T, E] and the `rule` that makes them: only an audit needs them.
+    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one;
+    `natural_weights` [T, K]: its own weights. `known_gates` [T, E] and `eligible` [E] are None when
+    nothing was restricted; both ids are the same then. The fused op leaves `counts` [5] fp32, the
+    values of `RoutingCounts`' fields, and instead of gates the `logits` [T, E] and the `rule` that
+    makes them: only an audit needs them.
     """
 
     num_experts: int
     natural_ids: Tensor
     used_ids: Tensor
+    natural_weights: Tensor
     known_gates: Tensor | None = None
     eligible: Tensor | None = None
     counts: Tensor | None = None
@@ -70,13 +73,16 @@ class RoutingCounters:
 
     def add_pass(self, rows: BlockRows, layers: list[RoutedLayer]) -> None:
         """Count one finished pass over `rows`."""
-        devices = {routed.used_ids.device for routed in layers}
-        for device in devices:
-            here = [routed for routed in layers if routed.used_ids.device == device]
-            counts = _count(rows.to(device), here)
-            total = self._sums.get(device)
-            self._sums[device] = counts if total is None else total.add_(counts)
-        self._num_counted += len(layers)
+        self.add(count_pass(rows, layers), len(layers))
+
+    def add(self, counts: Sequence[Tensor], num_layers: int) -> None:
+        """Add what `count_pass` gave for a pass of `num_layers` sparse layers."""
+        for count in counts:
+            total = self._sums.get(count.device)
+            # Not in place: a captured pass writes its next counts to the same tensor, and sums
+            # begun in inference mode could not be added to outside it.
+            self._sums[count.device] = count.clone() if total is None else total + count
+        self._num_counted += num_layers
 
     def read(self) -> RoutingCounts | None:
         """The averages, or None before the first counted pass. Waits for the device."""
@@ -84,6 +90,32 @@ class RoutingCounters:
             return None
         total = sum((counts.cpu() for counts in self._sums.values()), torch.zeros(()))
         return RoutingCounts(*(total / self._num_counted).tolist())
+
+
+def lost_shares(layers: Sequence[RoutedLayer]) -> Tensor | None:
+    """[T] fp32: the share of a row's own routing weights that the eligible sets leave out.
+
+    The mean over the sparse layers; None when nothing was restricted.
+    """
+    restricted = [routed for routed in layers if routed.eligible is not None]
+    if not restricted:
+        return None
+    device = restricted[0].natural_ids.device
+    ids = torch.stack([routed.natural_ids.to(device) for routed in restricted])  # [L, T, K]
+    own = torch.stack([routed.natural_weights.to(device) for routed in restricted]).float()
+    eligible = torch.stack([r.eligible.to(device) for r in restricted if r.eligible is not None])
+    is_kept = eligible.gather(1, ids.flatten(1)).view_as(ids)
+    lost = own.masked_fill(is_kept, 0.0).sum(dim=-1) / own.sum(dim=-1)
+    return lost.mean(dim=0)
+
+
+def count_pass(rows: BlockRows, layers: Sequence[RoutedLayer]) -> tuple[Tensor, ...]:
+    """[5] fp64 for every device that has layers: the sums of `RoutingCounts`' fields over them."""
+    devices = dict.fromkeys(routed.used_ids.device for routed in layers)
+    return tuple(
+        _count(rows.to(device), [r for r in layers if r.used_ids.device == device])
+        for device in devices
+    )
 
 
 def _count(rows: BlockRows, layers: list[RoutedLayer]) -> Tensor:

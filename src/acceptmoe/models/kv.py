@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from acceptmoe.errors import UnsupportedGenerateError
+from acceptmoe.models.block_cache import BlockCache
 
 # Exact types only: a subclass may keep more per token (indexer keys) or move what lies in a slot.
 COMPACTABLE_LAYERS = (DynamicLayer, StaticLayer)
@@ -54,6 +55,8 @@ def check_cache(cache: Cache) -> None:
 
 def cache_capacity(cache: Cache) -> int | None:
     """Slots of a static cache; None where the cache grows."""
+    if isinstance(cache, BlockCache):
+        return cache.num_slots
     sizes = [layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer]
     return min(sizes) if sizes else None
 
@@ -68,6 +71,9 @@ def keep_path(cache: Cache, prefix_length: int, nodes: Sequence[int]) -> None:
 
     `nodes` are node ids of one path (ascending); node t lies in slot `prefix_length + t`.
     """
+    if isinstance(cache, BlockCache):
+        cache.keep(prefix_length, nodes)
+        return
     kept = prefix_length + len(nodes)
     is_in_place = tuple(nodes) == tuple(range(len(nodes)))
     for layer in cache.layers:

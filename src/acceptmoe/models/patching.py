@@ -57,17 +57,23 @@ class RoutingPatch:
 
     @contextmanager
     def verifying(
-        self, rows: BlockRows, *, is_natural: bool = False, is_counted: bool = True
+        self,
+        rows: BlockRows,
+        *,
+        is_natural: bool = False,
+        is_counted: bool = True,
+        has_padding: bool = False,
     ) -> Iterator[list[RoutedLayer]]:
         """Route the forward inside, a verification block of these rows, under the policy.
 
         Gives the list that the forward fills, one entry for each sparse layer. With `is_natural`
-        every row keeps its own experts, whatever the policy.
+        every row keeps its own experts, whatever the policy. `has_padding` says that rows may be
+        padding; they are routed to the root's experts, so that they touch none beyond.
         """
         layers: list[RoutedLayer] = []
         is_natural = is_natural or self.policy.is_natural
         fused = None if is_natural else self._fused_rows(rows)
-        self._local.block = _ActiveBlock(rows, layers, is_natural, fused)
+        self._local.block = _ActiveBlock(rows, layers, is_natural, has_padding, fused)
         try:
             yield layers
         finally:
@@ -118,6 +124,7 @@ class _ActiveBlock:
     rows: BlockRows
     layers: list[RoutedLayer]
     is_natural: bool
+    has_padding: bool
     fused: FusedRows | None
 
 
@@ -147,16 +154,18 @@ class RouterHook:
             return self._route_fused(router, output, active.fused, active.layers)
         num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
         if active.is_natural:
-            active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
-            return None
+            active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids, output[1]))
+            return route_padding(output, active.rows) if active.has_padding else None
         scoring = self._patch.adapter.family.scoring
         block = read_block(scoring, router, output, active.rows)
         selection = select_inside_groups(scoring, router, block, self._patch.policy)
         routed = route_block(scoring, router, output, block, selection)
         active.layers.append(
-            RoutedLayer(num_experts, natural_ids, routed[2], block.gates, selection.eligible)
+            RoutedLayer(
+                num_experts, natural_ids, routed[2], output[1], block.gates, selection.eligible
+            )
         )
-        return routed
+        return route_padding(routed, active.rows) if active.has_padding else routed
 
     def _route_fused(
         self, router: nn.Module, output: RouterOutput, fused: FusedRows, layers: list[RoutedLayer]
@@ -177,6 +186,7 @@ class RouterHook:
                 adapter.num_experts,
                 natural.ids,
                 ids,
+                natural.weights,
                 eligible=eligible,
                 counts=counts,
                 logits=natural.logits,
@@ -184,6 +194,12 @@ class RouterHook:
             )
         )
         return (output[0], weights, ids, *output[3:])
+
+
+def route_padding(output: RouterOutput, rows: BlockRows) -> RouterOutput:
+    """The router's output with padded rows sent to the root's experts."""
+    is_real = rows.to(output[2].device).is_real[:, None]
+    return (*output[:2], torch.where(is_real, output[2], output[2][:1]), *output[3:])
 
 
 def read_block(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from acceptmoe.policies.drafts import CommitmentFloor, TreePolicy
+from acceptmoe.policies.history import StepHistory
 from acceptmoe.policies.policy import FusedParams, RoutingPolicy
 from acceptmoe.policies.weighted import (
     check_choice,
@@ -21,6 +23,7 @@ from acceptmoe.selection import (
     Selection,
     Sizing,
 )
+from acceptmoe.table import CommitmentTable
 
 
 class AcceptPolicy(RoutingPolicy):
@@ -31,8 +34,16 @@ class AcceptPolicy(RoutingPolicy):
     text. Demand then concentrates on few rows, the effective rank falls, and the experts of the
     rows that the output will keep stay eligible.
 
-    With exponent 1, the default, a row counts by its probability itself, so that demand is the gate
-    mass expected to matter. Smaller exponents keep more experts for unlikely rows.
+    With exponent 1 a row counts by its probability itself, so that demand is the gate mass expected
+    to matter. Smaller exponents keep more experts for unlikely rows: what a row suffers grows
+    faster than the mass it loses, so the unlikely ones, which lose most, need more than their
+    share.
+
+    Two rules keep an unlikely row from paying for the others. A node with a probability below
+    `min_commitment` is not verified at all: its experts would be read for an output that is almost
+    never committed. And where a row has lost more than the share `max_lost` of its own routing
+    weights, averaged over the layers, acceptance stops before it: the token stands, its logits are
+    computed anew by the next block, whose root keeps all of its experts. 0 and 1 switch them off.
 
     Rows whose probability is above `anchor_above` keep their own experts, as the root does; at 1
     only the root does. `sizing` says how many further experts are eligible: "effective-rank", the
@@ -45,11 +56,13 @@ class AcceptPolicy(RoutingPolicy):
 
     def __init__(
         self,
-        exponent: float = 1.0,
+        exponent: float = 0.5,
         anchor_above: float = 1.0,
         sizing: Sizing = "effective-rank",
-        size: float = 1.0,
+        size: float = 0.9,
         combine: Combine = "router",
+        min_commitment: float = 0.05,
+        max_lost: float = 0.3,
     ) -> None:
         check_choice("sizing", sizing, SIZINGS)
         check_choice("combine", combine, COMBINES)
@@ -60,6 +73,12 @@ class AcceptPolicy(RoutingPolicy):
         self.sizing: Sizing = sizing
         self.size = check_size(sizing, size)
         self.combine: Combine = combine
+        self.min_commitment = check_number(
+            "min_commitment", min_commitment, 0, 1, "a probability; 0 verifies every node"
+        )
+        self.max_lost = check_number(
+            "max_lost", max_lost, 0, 1, "a share of a row's routing weights; 1 trusts every row"
+        )
 
     def select(self, block: RoutedBlock) -> Selection:
         commitment = block.rows.path_commitment
@@ -82,6 +101,11 @@ class AcceptPolicy(RoutingPolicy):
             combine=self.combine,
         )
 
+    def tree_policy(self, history: StepHistory, table: CommitmentTable | None) -> TreePolicy | None:
+        if self.min_commitment == 0:
+            return None
+        return CommitmentFloor(self.min_commitment, table)
+
     def params(self) -> dict[str, Any]:
         return {
             "exponent": self.exponent,
@@ -89,4 +113,6 @@ class AcceptPolicy(RoutingPolicy):
             "sizing": self.sizing,
             "size": self.size,
             "combine": self.combine,
+            "min_commitment": self.min_commitment,
+            "max_lost": self.max_lost,
         }

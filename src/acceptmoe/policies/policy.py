@@ -54,6 +54,9 @@ class RoutingPolicy(ABC):
     reads_depths: ClassVar[bool] = False  # uses `depth_commitment`
     reads_paths: ClassVar[bool] = False  # uses `path_commitment`
     uses_table: ClassVar[bool] = False  # is better with a table, and does without
+    # A row that lost more than this share of its own routing weights, averaged over the layers, is
+    # too far from natural to speak for the target: acceptance stops before it. 1 trusts every row.
+    max_lost: float = 1.0
 
     @property
     def reads_table(self) -> bool:
