@@ -3,9 +3,9 @@
     python bench/gpu_check.py --json bench/results/gpu_check.json
 
 First the tests marked gpu, in a process of their own: kernels against references, ops in graphs, on
-streams and without waiting, models against Transformers. Then the speed of one expert layer. A
-table of both comes last. Exit code 0: all passed; 1: something failed, or there is no device; 2:
-wrong usage.
+streams and without waiting, captured passes and models against Transformers. Then the speed of one
+expert layer, then whole texts of a widened target. Tables of all come last. Exit code 0: all
+passed; 1: something failed, or there is no device; 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from typing import Any
 
 import torch
 
+import widened_speed
 from acceptmoe.bench.provenance import provenance
 from acceptmoe.ops.devices import missing_gpu
 from layer_speed import COLUMNS, CudaTimer, LayerShape, layer_speed, measure_machine
 
 ROOT = Path(__file__).resolve().parents[1]
-TIME_LIMIT_S = 480
-TEST_LIMIT_S = 360  # leaves two minutes for the layer's speed
+TEST_LIMIT_S = 270  # leaves three and a half minutes for the speeds
+PARTS = ("tests", "layer", "widened")
+WIDENED_TARGET = "tiny-qwen3-moe"
 TEST_COLUMNS = ("test", "outcome", "seconds")
 
 
@@ -40,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--repeats", type=int, default=30, help="timed calls of each arm (default: %(default)s)"
     )
-    parser.add_argument("--only", choices=("tests", "speed"), help="leave the other half out")
+    parser.add_argument("--only", choices=PARTS, help="leave the other parts out")
     parsed = parser.parse_args(arguments)
     if parsed.repeats < 1:
         parser.error(f"--repeats is {parsed.repeats}; it must be 1 or more")
@@ -78,7 +80,7 @@ def test_rows(report: str) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_speed(repeats: int) -> dict[str, Any]:
+def measure_layer(repeats: int) -> dict[str, Any]:
     """The layer's shape, the machine's rates, and rows of `layer_speed.COLUMNS`."""
     shape, timer = LayerShape(), CudaTimer()
     machine = measure_machine(timer, "cuda", num_bytes=4 * 2**30, matrix_size=8192)
@@ -88,6 +90,11 @@ def measure_speed(repeats: int) -> dict[str, Any]:
         "operations_per_s": machine.operations_per_s,
         "rows": rows,
     }
+
+
+def measure_widened() -> list[dict[str, Any]]:
+    """Rows of `widened_speed.COLUMNS`."""
+    return list(widened_speed.widened_speed(WIDENED_TARGET, device="cuda"))
 
 
 def passed(results: dict[str, Any]) -> bool:
@@ -125,10 +132,12 @@ def report(results: dict[str, Any]) -> str:
     parts = [f"{results['provenance']['gpu']}, commit {results['provenance']['git_commit']}"]
     if results["tests"] is not None:
         parts.append(as_table(TEST_COLUMNS, summary_rows(results["tests"])))
-    if results["speed"] is not None:
-        rate = results["speed"]["bytes_per_s"] / 1e9
+    if results["layer"] is not None:
+        rate = results["layer"]["bytes_per_s"] / 1e9
         parts.append(f"expert layer of Qwen3-30B-A3B, bfloat16; reads {rate:.0f} GB/s")
-        parts.append(as_table(COLUMNS, results["speed"]["rows"]))
+        parts.append(as_table(COLUMNS, results["layer"]["rows"]))
+    if results["widened"] is not None:
+        parts.append(as_table(widened_speed.COLUMNS, results["widened"]))
     parts.append(f"{'passed' if passed(results) else 'FAILED'} in {results['seconds']:.0f} s")
     return "\n\n".join(parts)
 
@@ -140,9 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 1
     begin = time.monotonic()
+    wanted = PARTS if options.only is None else (options.only,)
     results: dict[str, Any] = {
-        "tests": None if options.only == "speed" else run_tests(),
-        "speed": None if options.only == "tests" else measure_speed(options.repeats),
+        "tests": run_tests() if "tests" in wanted else None,
+        "layer": measure_layer(options.repeats) if "layer" in wanted else None,
+        "widened": measure_widened() if "widened" in wanted else None,
         "provenance": provenance(seed=0),
         "cuda": torch.version.cuda,
     }

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gpu_check
+import widened_speed
 from layer_speed import (
     COLUMNS,
     CpuTimer,
@@ -80,6 +81,26 @@ def test_the_layer_is_measured_on_a_cpu_too() -> None:
     assert all(row["times_floor"] == row["median_ms"] / row["floor_ms"] for row in rows)
 
 
+def test_whole_texts_are_measured_on_a_cpu_too() -> None:
+    rows = list(
+        widened_speed.widened_speed(
+            "tiny-qwen3-moe",
+            device="cpu",
+            factor=1,
+            dtype=torch.float32,
+            num_prompts=1,
+            max_new_tokens=8,
+            kernels={"stock": {}, "ours": {"experts": "acceptmoe"}},
+        )
+    )
+    assert all(tuple(row) == widened_speed.COLUMNS for row in rows)
+    arms = ["transformers-generate", "natural 16:5", "accept 16:5"]
+    assert [row["arm"] for row in rows] == arms * 2
+    natural = [row for row in rows if row["arm"].startswith("natural")]
+    assert [row["same_as_plain"] for row in natural] == [1.0, 1.0]
+    assert all(row["tokens_per_pass"] > 1 for row in natural)
+
+
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.gpu.a" name="one" time="1.5"/>
 <testcase classname="tests.gpu.a" name="two" time="0.5"><failure message="no"/></testcase>
@@ -90,7 +111,8 @@ REPORT = """<testsuites><testsuite>
 def results(**changes: Any) -> dict[str, Any]:
     return {
         "tests": gpu_check.test_rows(REPORT),
-        "speed": {"bytes_per_s": 2e12, "rows": [dict.fromkeys(COLUMNS, 1.0)]},
+        "layer": {"bytes_per_s": 2e12, "rows": [dict.fromkeys(COLUMNS, 1.0)]},
+        "widened": [dict.fromkeys(widened_speed.COLUMNS, "a word")],
         "provenance": {"gpu": "a GPU", "git_commit": "abc"},
         "seconds": 3.0,
         **changes,
@@ -130,7 +152,8 @@ def test_results_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert gpu_check.main(["--only", "tests", "--json", str(path)]) == 0
     written = json.loads(path.read_text(encoding="utf-8"))
     assert written["tests"][0]["test"] == "tests.gpu.a::one"
-    assert written["speed"] is None
+    assert written["layer"] is None
+    assert written["widened"] is None
     assert {"gpu", "torch", "git_commit"} <= set(written["provenance"])
 
 
