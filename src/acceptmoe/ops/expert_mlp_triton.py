@@ -144,8 +144,16 @@ def gate_up_kernel(
 ):
     PAIRS: tl.constexpr = OUTPUTS // 2
     row_tile = tl.program_id(0) % num_row_tiles
-    columns = tl.program_id(0) // num_row_tiles * PAIRS + tl.arange(0, PAIRS)
+    first_column = tl.program_id(0) // num_row_tiles * PAIRS
+    columns = first_column + tl.arange(0, PAIRS)
     is_column = columns < inner_size
+    # A gate and its up side by side, so that one product gives both.
+    places = tl.arange(0, OUTPUTS)
+    is_output = first_column + places // 2 < inner_size
+    if IS_INTERLEAVED:
+        output_ids = 2 * first_column + places
+    else:
+        output_ids = first_column + places // 2 + places % 2 * inner_size
     for index in range(tl.program_id(1), tl.load(num_union), tl.num_programs(1)):
         expert = tl.load(union_experts + index).to(tl.int64)
         begin = tl.load(union_offsets + index)
@@ -153,32 +161,14 @@ def gate_up_kernel(
         for first in range(begin + row_tile * ROWS, end, num_row_tiles * ROWS):
             row_ids = first + tl.arange(0, ROWS)
             is_row = row_ids < end
-            own = weight + expert * expert_stride
-            own_bias = bias + expert * 2 * inner_size
-            if IS_INTERLEAVED:
-                # One product over gates and ups as they lie, so that reads stay contiguous.
-                both = tl.program_id(0) // num_row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
-                is_both = both < 2 * inner_size
-                total = _product(
-                    rows, own, row_ids, is_row, both, is_both,
-                    hidden_size, output_stride, input_stride, ROWS, OUTPUTS, INPUTS,
-                )  # fmt: skip
-                if HAS_BIAS:
-                    total += tl.load(own_bias + both, mask=is_both, other=0.0)[None, :]
-                gate, up = tl.split(tl.reshape(total, (ROWS, PAIRS, 2)))
-            else:
-                gate = _product(
-                    rows, own, row_ids, is_row, columns, is_column,
-                    hidden_size, output_stride, input_stride, ROWS, PAIRS, INPUTS,
-                )  # fmt: skip
-                up = _product(
-                    rows, own, row_ids, is_row, columns + inner_size, is_column,
-                    hidden_size, output_stride, input_stride, ROWS, PAIRS, INPUTS,
-                )  # fmt: skip
-                if HAS_BIAS:
-                    gate += tl.load(own_bias + columns, mask=is_column, other=0.0)[None, :]
-                    up_bias = own_bias + inner_size + columns
-                    up += tl.load(up_bias, mask=is_column, other=0.0)[None, :]
+            total = _product(
+                rows, weight + expert * expert_stride, row_ids, is_row, output_ids, is_output,
+                hidden_size, output_stride, input_stride, ROWS, OUTPUTS, INPUTS,
+            )  # fmt: skip
+            if HAS_BIAS:
+                own_bias = bias + expert * 2 * inner_size + output_ids
+                total += tl.load(own_bias, mask=is_output, other=0.0)[None, :]
+            gate, up = tl.split(tl.reshape(total, (ROWS, PAIRS, 2)))
             result = _activate(gate, up, limit, alpha, ACTIVATION)
             tl.store(
                 inner + row_ids.to(tl.int64)[:, None] * inner_size + columns[None, :],
