@@ -20,6 +20,7 @@ from acceptmoe.policies import (
     load_policy,
 )
 from acceptmoe.policies.history import StepHistory
+from acceptmoe.policies.trust import Trust
 from acceptmoe.selection import BlockRows, RoutedBlock
 from acceptmoe.tree import DraftTree
 
@@ -61,13 +62,15 @@ def test_named_choices_follow_the_name_too():
 
 def test_the_default_settings_are_those_that_the_search_chose():
     assert AcceptPolicy().params() == {
-        "exponent": 0.5,
+        "exponent": 0.75,
         "anchor_above": 1.0,
         "sizing": "effective-rank",
         "size": 0.9,
         "combine": "router",
-        "min_commitment": 0.05,
-        "max_lost": 0.3,
+        "min_commitment": 0.04,
+        "max_lost": 0.35,
+        "max_lost_unsure": 0.05,
+        "sure_above": 0.98,
     }
 
 
@@ -115,6 +118,20 @@ def test_nodes_that_are_hardly_ever_committed_are_not_verified():
     assert kept(0.3, table) == (7, 1)
     assert kept(1.0, table) == (7,)
     assert kept(0.19, None) == (7, 1)  # without a table the drafter's own probabilities
+
+
+def test_rows_that_lost_much_are_trusted_only_where_they_are_sure():
+    """The likeliest token has 0.5 in the rows 0 and 1, 0.98 and more in the rows 2 to 4."""
+    logits = torch.tensor([[0.0, 0.0], [0.0, 0.0], [4.0, 0.0], [5.0, 0.0], [5.0, 0.0]])
+    lost = torch.tensor([0.0, 0.06, 0.06, 0.35, 0.36])
+    trust = Trust(max_lost=0.35, max_lost_unsure=0.05, sure_above=0.98)
+    assert trust.trusted(lost, logits).tolist() == [True, False, True, True, False]
+    assert Trust(0.35, 0.05, 0.0).trusted(lost, logits).tolist() == [True, True, True, True, False]
+    assert Trust(0.05, 1.0, 0.98).trusted(lost, logits).tolist() == [True] + [False] * 4
+    assert trust.trusted(lost.double(), logits.bfloat16()).tolist()[:2] == [True, False]
+    assert AcceptPolicy(max_lost=1, max_lost_unsure=1).trust is None
+    assert AcceptPolicy(max_lost=1, sure_above=0).trust is None
+    assert AcceptPolicy().trust == trust
 
 
 def test_padded_rows_anchor_nothing():

@@ -10,7 +10,7 @@ from acceptmoe.decoding.deferred import DeferredDrafter
 from acceptmoe.decoding.emission import TokenEmitter
 from acceptmoe.decoding.session import Session
 from acceptmoe.decoding.steering import Steering
-from acceptmoe.decoding.verify import Prefix, VerifiedBlock, Verifier
+from acceptmoe.decoding.verify import Prefix, Verifier
 from acceptmoe.errors import DrafterError
 from acceptmoe.models.kv import cache_capacity, keep_path, rolled_back_on_error
 from acceptmoe.policies.history import DecodingStep
@@ -59,7 +59,7 @@ def decode(
             block = verifier.verify(tree, cache, prefix, is_natural=is_natural)
             emitter.begin_block(block.logits)
             verified = clock()
-            is_trusted = trusted_rows(block, session.policy.max_lost)
+            is_trusted = None if block.is_trusted is None else block.is_trusted.tolist()
             path = accept_greedy(tree, emitter.next_token, emitter.emit, is_trusted)
         keep_path(cache, prefix.length, path.nodes)
         prefix = prefix.extended(len(path.nodes))
@@ -86,11 +86,6 @@ def decode(
         statistics.draft_s += step.draft_s
         statistics.verify_s += verified - audited
         statistics.commit_s += committed - verified
-
-
-def trusted_rows(block: VerifiedBlock, max_lost: float) -> list[bool] | None:
-    """Which rows kept enough of their own experts to be accepted; None where all did."""
-    return None if block.lost is None else (block.lost <= max_lost).tolist()
 
 
 def draft_limits(

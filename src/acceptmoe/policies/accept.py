@@ -7,6 +7,7 @@ from typing import Any
 from acceptmoe.policies.drafts import CommitmentFloor, TreePolicy
 from acceptmoe.policies.history import StepHistory
 from acceptmoe.policies.policy import FusedParams, RoutingPolicy
+from acceptmoe.policies.trust import Trust
 from acceptmoe.policies.weighted import (
     check_choice,
     check_exponent,
@@ -41,9 +42,8 @@ class AcceptPolicy(RoutingPolicy):
 
     Two rules keep an unlikely row from paying for the others. A node with a probability below
     `min_commitment` is not verified at all: its experts would be read for an output that is almost
-    never committed. And where a row has lost more than the share `max_lost` of its own routing
-    weights, averaged over the layers, acceptance stops before it: the token stands, its logits are
-    computed anew by the next block, whose root keeps all of its experts. 0 and 1 switch them off.
+    never committed. And acceptance stops before a row that has lost too much to be trusted
+    (`max_lost`, `max_lost_unsure`, `sure_above`: see `Trust`); the next block has it as its root.
 
     Rows whose probability is above `anchor_above` keep their own experts, as the root does; at 1
     only the root does. `sizing` says how many further experts are eligible: "effective-rank", the
@@ -56,13 +56,15 @@ class AcceptPolicy(RoutingPolicy):
 
     def __init__(
         self,
-        exponent: float = 0.5,
+        exponent: float = 0.75,
         anchor_above: float = 1.0,
         sizing: Sizing = "effective-rank",
         size: float = 0.9,
         combine: Combine = "router",
-        min_commitment: float = 0.05,
-        max_lost: float = 0.3,
+        min_commitment: float = 0.04,
+        max_lost: float = 0.35,
+        max_lost_unsure: float = 0.05,
+        sure_above: float = 0.98,
     ) -> None:
         check_choice("sizing", sizing, SIZINGS)
         check_choice("combine", combine, COMBINES)
@@ -76,9 +78,12 @@ class AcceptPolicy(RoutingPolicy):
         self.min_commitment = check_number(
             "min_commitment", min_commitment, 0, 1, "a probability; 0 verifies every node"
         )
-        self.max_lost = check_number(
-            "max_lost", max_lost, 0, 1, "a share of a row's routing weights; 1 trusts every row"
-        )
+        for name, value in (("max_lost", max_lost), ("max_lost_unsure", max_lost_unsure)):
+            check_number(name, value, 0, 1, "a share of routing weights; 1 trusts every row")
+        check_number("sure_above", sure_above, 0, 1, "a probability; 0 takes every row for sure")
+        trust = Trust(float(max_lost), float(max_lost_unsure), float(sure_above))
+        self.trust = None if trust.is_everything else trust
+        self._trust_params = vars(trust)
 
     def select(self, block: RoutedBlock) -> Selection:
         commitment = block.rows.path_commitment
@@ -114,5 +119,5 @@ class AcceptPolicy(RoutingPolicy):
             "size": self.size,
             "combine": self.combine,
             "min_commitment": self.min_commitment,
-            "max_lost": self.max_lost,
+            **self._trust_params,
         }
