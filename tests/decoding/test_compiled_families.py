@@ -49,9 +49,9 @@ def test_inductor_gives_the_same_text() -> None:
 
 def check_family(name: str, backend: str) -> None:
     model = make_model(name)
-    prompts = [prompt_of(length, seed) for seed, length in enumerate((5, 17, 9))]
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((5, 17))]
     # A few tokens more than are compared: the oracle drafts beyond the end.
-    futures = [greedy(model, prompt, max_new_tokens=32) for prompt in prompts]
+    futures = [greedy(model, prompt, max_new_tokens=24) for prompt in prompts]
     counter = PassBackend(backend)
     counters.clear()
     wrap_with_passes(model, (SIZE,), backend=counter, policy="natural", num_nodes=SIZE, max_depth=3)
@@ -60,7 +60,7 @@ def check_family(name: str, backend: str) -> None:
         start = prompt.shape[1]
         # EOS inside a block, so that no block is the root alone: that would be another pass.
         new = future[start:]
-        end = max(i for i, token in enumerate(new[:20]) if new.index(token) == i)
+        end = max(i for i, token in enumerate(new[:16]) if new.index(token) == i)
         assert greedy(model, prompt, eos_token_id=new[end]) == future[: start + end + 1]
     report = model.acceptmoe.report()
     assert report["compiled"]["num_compilations"] == 1
