@@ -333,7 +333,8 @@ def test_the_masses_of_rows_are_those_of_their_own_experts() -> None:
         num_experts=4,
         natural_ids=torch.tensor([[0, 1], [3, 2], [0, 2]]),
         used_ids=torch.tensor([[1, 0], [2, 1], [0, 2]]),  # the first in another order
-        gates=gates,
+        natural_weights=torch.ones(3, 2),  # not read here
+        known_gates=gates,
         eligible=torch.tensor([True, True, True, False]),
     )
     wanted, excluded, is_moved = row_masses(routed)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.ops import reference
-from acceptmoe.ops.expert_mlp import ACTIVATIONS, expert_mlp
 from expert_mlp_cases import (
     GPT_OSS,
     LAYOUTS,
@@ -17,6 +13,10 @@ from expert_mlp_cases import (
     make_arguments,
     relative_error,
 )
+
+from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.ops import reference
+from acceptmoe.ops.expert_mlp import ACTIVATIONS, expert_mlp
 
 # T, K, E, H, I: one of everything; below, at and beyond vectors and cache lines; more rows for an
 # expert than a tile has; reductions longer than what the kernel takes at once.

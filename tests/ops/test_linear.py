@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_mlp_cases import TOLERANCE, relative_error
 
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops import cpu_library, reference
 from acceptmoe.ops.linear import is_faster_than_stock, linear
-from expert_mlp_cases import TOLERANCE, relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # T, N, H

@@ -19,7 +19,10 @@ from acceptmoe.policies import (
     XSharePolicy,
     load_policy,
 )
+from acceptmoe.policies.history import StepHistory
+from acceptmoe.policies.trust import Trust
 from acceptmoe.selection import BlockRows, RoutedBlock
+from acceptmoe.tree import DraftTree
 
 
 def make_rows(depths: list[int], path_commitment: list[float]) -> BlockRows:
@@ -47,23 +50,27 @@ def test_settings_follow_the_name():
 
 
 def test_named_choices_follow_the_name_too():
-    policy = load_policy("accept:anchor_above=0.5,sizing=mass, size=0.9 ,combine=natural")
+    policy = load_policy("accept:anchor_above=0.5,sizing=mass, size=0.8 ,combine=natural")
     assert policy.params() == {
-        "exponent": 1.0,
+        **AcceptPolicy().params(),
         "anchor_above": 0.5,
         "sizing": "mass",
-        "size": 0.9,
+        "size": 0.8,
         "combine": "natural",
     }
 
 
-def test_the_default_settings_are_the_effective_rank_of_the_paper():
+def test_the_default_settings_are_those_that_the_search_chose():
     assert AcceptPolicy().params() == {
-        "exponent": 1.0,
+        "exponent": 0.75,
         "anchor_above": 1.0,
         "sizing": "effective-rank",
-        "size": 1.0,
+        "size": 0.9,
         "combine": "router",
+        "min_commitment": 0.04,
+        "max_lost": 0.35,
+        "max_lost_unsure": 0.05,
+        "sure_above": 0.98,
     }
 
 
@@ -74,7 +81,8 @@ def test_hand_computed_anchors_and_sizes_of_accept():
     block = make_block(gates, [[0], [1], [2], [3]], rows)
 
     def eligible(**settings) -> list[int]:
-        return AcceptPolicy(**settings).select(block).eligible.nonzero().flatten().tolist()
+        policy = AcceptPolicy(**{"exponent": 1.0, "size": 1.0, **settings})
+        return policy.select(block).eligible.nonzero().flatten().tolist()
 
     # Shares 0.632, 0.316, 0.053: entropy 0.809, effective rank 2.25.
     assert eligible() == [0, 1, 2, 3]
@@ -88,6 +96,42 @@ def test_hand_computed_anchors_and_sizes_of_accept():
     assert eligible(anchor_above=0.6, sizing="mass", size=0.6) == [0, 1]  # not above
     assert eligible(anchor_above=0.04, sizing="mass", size=0.1) == [0, 1, 2, 3]
     assert AcceptPolicy(combine="natural").select(block).combine == "natural"
+
+
+def test_nodes_that_are_hardly_ever_committed_are_not_verified():
+    """The calibrated commitment decides, here the square root: 1, 0.5, 0.2, 0.17, 0.016."""
+
+    class SquareRoots:
+        def path_commitment(self, probabilities: torch.Tensor) -> torch.Tensor:
+            return probabilities.sqrt()
+
+    table = SquareRoots()
+    tree = DraftTree((7, 1, 2, 3, 4), (-1, 0, 0, 1, 3), (1.0, 0.25, 0.04, 0.03, 0.25e-3))
+
+    def kept(min_commitment: float, table: SquareRoots | None) -> tuple[int, ...]:
+        policy = AcceptPolicy(min_commitment=min_commitment).tree_policy(StepHistory(), table)
+        return tree.tokens if policy is None else policy.prune(tree).tokens
+
+    assert kept(0.0, table) == tree.tokens
+    assert kept(0.1, table) == (7, 1, 2, 3)
+    assert kept(0.19, table) == (7, 1, 2)
+    assert kept(0.3, table) == (7, 1)
+    assert kept(1.0, table) == (7,)
+    assert kept(0.19, None) == (7, 1)  # without a table the drafter's own probabilities
+
+
+def test_rows_that_lost_much_are_trusted_only_where_they_are_sure():
+    """The likeliest token has 0.5 in the rows 0 and 1, 0.98 and more in the rows 2 to 4."""
+    logits = torch.tensor([[0.0, 0.0], [0.0, 0.0], [4.0, 0.0], [5.0, 0.0], [5.0, 0.0]])
+    lost = torch.tensor([0.0, 0.06, 0.06, 0.35, 0.36])
+    trust = Trust(max_lost=0.35, max_lost_unsure=0.05, sure_above=0.98)
+    assert trust.trusted(lost, logits).tolist() == [True, False, True, True, False]
+    assert Trust(0.35, 0.05, 0.0).trusted(lost, logits).tolist() == [True, True, True, True, False]
+    assert Trust(0.05, 1.0, 0.98).trusted(lost, logits).tolist() == [True] + [False] * 4
+    assert trust.trusted(lost.double(), logits.bfloat16()).tolist()[:2] == [True, False]
+    assert AcceptPolicy(max_lost=1, max_lost_unsure=1).trust is None
+    assert AcceptPolicy(max_lost=1, sure_above=0).trust is None
+    assert AcceptPolicy().trust == trust
 
 
 def test_padded_rows_anchor_nothing():

@@ -37,12 +37,14 @@ MAX_CACHES = 2  # of different capacity; each holds the keys and values of a who
 MAX_PASSES_PER_SIZE = 4
 TRACEABLE_EXPERTS = ("grouped_mm", "batched_mm")
 
-# Logits, features, counts, and the tensors of each layer's `RoutedLayer`.
+# Logits, features, counts, trusted rows, and the tensors of each layer's `RoutedLayer`.
 ROUTED_FIELDS = tuple(
     field.name for field in fields(RoutedLayer) if field.name not in ("num_experts", "rule")
 )
 RoutedTensors = tuple[Tensor | None, ...]
-PassOutput = tuple[Tensor, Tensor | None, tuple[Tensor, ...], tuple[RoutedTensors, ...]]
+PassOutput = tuple[
+    Tensor, Tensor | None, tuple[Tensor, ...], Tensor | None, tuple[RoutedTensors, ...]
+]
 
 
 class CompiledPass:
@@ -64,7 +66,7 @@ class CompiledPass:
         def run(inputs: Any, cache: BlockCache, slot_is_valid: Tensor) -> PassOutput:
             output = forward(inputs, cache, slot_is_valid, kind, has_padding=True)
             routed = tuple(map(routed_tensors, output.layers)) if keeps_layers else ()
-            return output.logits, output.features, output.counts, routed
+            return output.logits, output.features, output.counts, output.is_trusted, routed
 
         self._cache = cache
         self._adapter = forward.adapter
@@ -82,9 +84,9 @@ class CompiledPass:
         else:
             self._graph.replay()
             output = self._graph.output
-        logits, features, counts, routed = output
+        logits, features, counts, is_trusted, routed = output
         rows, layers = self.buffers.inputs.rows(), routed_layers(self._adapter, routed)
-        return BlockOutput(logits, features, counts, rows, layers)
+        return BlockOutput(logits, features, counts, rows, layers, is_trusted)
 
     @property
     def num_bytes(self) -> int:

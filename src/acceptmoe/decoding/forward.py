@@ -11,9 +11,10 @@ from transformers import Cache, PreTrainedModel
 from acceptmoe.decoding.buffers import BlockInputs
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.block_cache import BlockCache
-from acceptmoe.models.counters import RoutedLayer, count_pass
+from acceptmoe.models.counters import RoutedLayer, count_pass, lost_shares
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
+from acceptmoe.policies.trust import Trust
 from acceptmoe.selection import BlockRows
 from acceptmoe.tree import DraftTree
 
@@ -39,7 +40,7 @@ class BlockOutput:
 
     `logits` [T, V], `features` [T, F] where the drafter feeds on them, `counts` the sums that
     `RoutingCounters.add` takes. `rows` and `layers` are what was counted; an ordinary step has
-    none of the three.
+    none of the three. `is_trusted` [T] bool: which rows may be accepted, None where all may.
     """
 
     logits: Tensor
@@ -47,6 +48,7 @@ class BlockOutput:
     counts: tuple[Tensor, ...] = ()
     rows: BlockRows | None = None
     layers: list[RoutedLayer] = field(default_factory=list)
+    is_trusted: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,4 +107,12 @@ class BlockForward:
         ):
             output = self.model(**keywords)
         counts = count_pass(rows, layers)
-        return BlockOutput(output.logits[0], self.tap.features, counts, rows, layers)
+        logits = output.logits[0]
+        is_trusted = trusted_rows(self.patch.policy.trust, layers, logits)
+        return BlockOutput(logits, self.tap.features, counts, rows, layers, is_trusted)
+
+
+def trusted_rows(trust: Trust | None, layers: list[RoutedLayer], logits: Tensor) -> Tensor | None:
+    """[T] bool: which rows may be accepted; None where all may."""
+    lost = None if trust is None else lost_shares(layers)
+    return None if trust is None or lost is None else trust.trusted(lost, logits)

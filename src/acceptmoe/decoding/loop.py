@@ -59,7 +59,8 @@ def decode(
             block = verifier.verify(tree, cache, prefix, is_natural=is_natural)
             emitter.begin_block(block.logits)
             verified = clock()
-            path = accept_greedy(tree, emitter.next_token, emitter.emit)
+            is_trusted = None if block.is_trusted is None else block.is_trusted.tolist()
+            path = accept_greedy(tree, emitter.next_token, emitter.emit, is_trusted)
         keep_path(cache, prefix.length, path.nodes)
         prefix = prefix.extended(len(path.nodes))
         root, is_finished = path.tokens[-1], path.is_finished
@@ -69,6 +70,7 @@ def decode(
         for observe in session.observers:
             observe(tree, path.nodes)
         statistics.count_block(tree.num_nodes, len(path.tokens))
+        statistics.num_cut_paths += path.is_cut
         committed = clock()
         auditor.after_block(tree, block, path.nodes, natural)
         statistics.audit_s += audited - drafted + clock() - committed

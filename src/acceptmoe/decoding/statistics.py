@@ -12,8 +12,9 @@ class DecodingStatistics:
 
     A verification pass is one with draft nodes; a pass of the root alone is an ordinary step and
     counts in `num_plain_steps`. `num_prompts` counts calls, `num_tokens` emitted tokens, the first
-    of each call, which the prefill gives, included. `audit_s` is spent on the second passes of
-    audited blocks and their comparison; no other time and no rate has it in.
+    of each call, which the prefill gives, included. `num_cut_paths` counts accepted paths that
+    ended before a drafted node because it had lost too many of its experts. `audit_s` is spent on
+    the second passes of audited blocks and their comparison; no other time and no rate has it in.
     """
 
     num_prompts: int = 0
@@ -22,6 +23,7 @@ class DecodingStatistics:
     num_verified_tokens: int = 0
     num_verified_nodes: int = 0
     num_plain_steps: int = 0
+    num_cut_paths: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

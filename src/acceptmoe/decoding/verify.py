@@ -48,13 +48,15 @@ class Prefix:
 class VerifiedBlock:
     """Logits [T, V] after each node, and features [T, F] where the drafter feeds on them.
 
-    `rows` and `layers` are how the block was routed; a root alone has none.
+    `rows` and `layers` are how the block was routed; a root alone has none. `is_trusted`
+    [T] bool says which rows may be accepted, None that all may.
     """
 
     logits: Tensor
     features: Tensor | None
     rows: BlockRows | None = None
     layers: list[RoutedLayer] = field(default_factory=list)
+    is_trusted: Tensor | None = None
 
 
 class PassPool(Protocol):
@@ -119,6 +121,7 @@ class Verifier:
             None if output.features is None else output.features[: tree.num_nodes],
             output.rows,
             output.layers,
+            None if output.is_trusted is None else output.is_trusted[: tree.num_nodes],
         )
 
     def _run_eagerly(

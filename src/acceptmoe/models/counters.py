@@ -33,15 +33,17 @@ class RoutingCounts:
 class RoutedLayer:
     """One layer's part in a verification pass.
 
-    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one. `known_gates`
-    [T, E] and `eligible` [E] are None when nothing was restricted; both ids are the same then. The
-    fused op leaves `counts` [5] fp32, the values of `RoutingCounts`' fields, and instead of gates
-    the `logits` [T, E] and the `rule` that makes them: only an audit needs them.
+    `natural_ids` and `used_ids` [T, K]: the router's own choice and the final one;
+    `natural_weights` [T, K]: its own weights. `known_gates` [T, E] and `eligible` [E] are None when
+    nothing was restricted; both ids are the same then. The fused op leaves `counts` [5] fp32, the
+    values of `RoutingCounts`' fields, and instead of gates the `logits` [T, E] and the `rule` that
+    makes them: only an audit needs them.
     """
 
     num_experts: int
     natural_ids: Tensor
     used_ids: Tensor
+    natural_weights: Tensor
     known_gates: Tensor | None = None
     eligible: Tensor | None = None
     counts: Tensor | None = None
@@ -88,6 +90,23 @@ class RoutingCounters:
             return None
         total = sum((counts.cpu() for counts in self._sums.values()), torch.zeros(()))
         return RoutingCounts(*(total / self._num_counted).tolist())
+
+
+def lost_shares(layers: Sequence[RoutedLayer]) -> Tensor | None:
+    """[T] fp32: the share of a row's own routing weights that the eligible sets leave out.
+
+    The mean over the sparse layers; None when nothing was restricted.
+    """
+    restricted = [routed for routed in layers if routed.eligible is not None]
+    if not restricted:
+        return None
+    device = restricted[0].natural_ids.device
+    ids = torch.stack([routed.natural_ids.to(device) for routed in restricted])  # [L, T, K]
+    own = torch.stack([routed.natural_weights.to(device) for routed in restricted]).float()
+    eligible = torch.stack([r.eligible.to(device) for r in restricted if r.eligible is not None])
+    is_kept = eligible.gather(1, ids.flatten(1)).view_as(ids)
+    lost = own.masked_fill(is_kept, 0.0).sum(dim=-1) / own.sum(dim=-1)
+    return lost.mean(dim=0)
 
 
 def count_pass(rows: BlockRows, layers: Sequence[RoutedLayer]) -> tuple[Tensor, ...]:

@@ -154,14 +154,16 @@ class RouterHook:
             return self._route_fused(router, output, active.fused, active.layers)
         num_experts, natural_ids = self._patch.adapter.num_experts, output[2]
         if active.is_natural:
-            active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids))
+            active.layers.append(RoutedLayer(num_experts, natural_ids, natural_ids, output[1]))
             return route_padding(output, active.rows) if active.has_padding else None
         scoring = self._patch.adapter.family.scoring
         block = read_block(scoring, router, output, active.rows)
         selection = select_inside_groups(scoring, router, block, self._patch.policy)
         routed = route_block(scoring, router, output, block, selection)
         active.layers.append(
-            RoutedLayer(num_experts, natural_ids, routed[2], block.gates, selection.eligible)
+            RoutedLayer(
+                num_experts, natural_ids, routed[2], output[1], block.gates, selection.eligible
+            )
         )
         return route_padding(routed, active.rows) if active.has_padding else routed
 
@@ -184,6 +186,7 @@ class RouterHook:
                 adapter.num_experts,
                 natural.ids,
                 ids,
+                natural.weights,
                 eligible=eligible,
                 counts=counts,
                 logits=natural.logits,

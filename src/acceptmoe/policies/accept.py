@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from acceptmoe.policies.drafts import CommitmentFloor, TreePolicy
+from acceptmoe.policies.history import StepHistory
 from acceptmoe.policies.policy import FusedParams, RoutingPolicy
+from acceptmoe.policies.trust import Trust
 from acceptmoe.policies.weighted import (
     check_choice,
     check_exponent,
@@ -21,6 +24,7 @@ from acceptmoe.selection import (
     Selection,
     Sizing,
 )
+from acceptmoe.table import CommitmentTable
 
 
 class AcceptPolicy(RoutingPolicy):
@@ -31,8 +35,15 @@ class AcceptPolicy(RoutingPolicy):
     text. Demand then concentrates on few rows, the effective rank falls, and the experts of the
     rows that the output will keep stay eligible.
 
-    With exponent 1, the default, a row counts by its probability itself, so that demand is the gate
-    mass expected to matter. Smaller exponents keep more experts for unlikely rows.
+    With exponent 1 a row counts by its probability itself, so that demand is the gate mass expected
+    to matter. Smaller exponents keep more experts for unlikely rows: what a row suffers grows
+    faster than the mass it loses, so the unlikely ones, which lose most, need more than their
+    share.
+
+    Two rules keep an unlikely row from paying for the others. A node with a probability below
+    `min_commitment` is not verified at all: its experts would be read for an output that is almost
+    never committed. And acceptance stops before a row that has lost too much to be trusted
+    (`max_lost`, `max_lost_unsure`, `sure_above`: see `Trust`); the next block has it as its root.
 
     Rows whose probability is above `anchor_above` keep their own experts, as the root does; at 1
     only the root does. `sizing` says how many further experts are eligible: "effective-rank", the
@@ -45,11 +56,15 @@ class AcceptPolicy(RoutingPolicy):
 
     def __init__(
         self,
-        exponent: float = 1.0,
+        exponent: float = 0.75,
         anchor_above: float = 1.0,
         sizing: Sizing = "effective-rank",
-        size: float = 1.0,
+        size: float = 0.9,
         combine: Combine = "router",
+        min_commitment: float = 0.04,
+        max_lost: float = 0.35,
+        max_lost_unsure: float = 0.05,
+        sure_above: float = 0.98,
     ) -> None:
         check_choice("sizing", sizing, SIZINGS)
         check_choice("combine", combine, COMBINES)
@@ -60,6 +75,15 @@ class AcceptPolicy(RoutingPolicy):
         self.sizing: Sizing = sizing
         self.size = check_size(sizing, size)
         self.combine: Combine = combine
+        self.min_commitment = check_number(
+            "min_commitment", min_commitment, 0, 1, "a probability; 0 verifies every node"
+        )
+        for name, value in (("max_lost", max_lost), ("max_lost_unsure", max_lost_unsure)):
+            check_number(name, value, 0, 1, "a share of routing weights; 1 trusts every row")
+        check_number("sure_above", sure_above, 0, 1, "a probability; 0 takes every row for sure")
+        trust = Trust(float(max_lost), float(max_lost_unsure), float(sure_above))
+        self.trust = None if trust.is_everything else trust
+        self._trust_params = vars(trust)
 
     def select(self, block: RoutedBlock) -> Selection:
         commitment = block.rows.path_commitment
@@ -82,6 +106,11 @@ class AcceptPolicy(RoutingPolicy):
             combine=self.combine,
         )
 
+    def tree_policy(self, history: StepHistory, table: CommitmentTable | None) -> TreePolicy | None:
+        if self.min_commitment == 0:
+            return None
+        return CommitmentFloor(self.min_commitment, table)
+
     def params(self) -> dict[str, Any]:
         return {
             "exponent": self.exponent,
@@ -89,4 +118,6 @@ class AcceptPolicy(RoutingPolicy):
             "sizing": self.sizing,
             "size": self.size,
             "combine": self.combine,
+            "min_commitment": self.min_commitment,
+            **self._trust_params,
         }

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.policies.drafts import TreePolicy
+from acceptmoe.policies.drafts import TreePolicy, by_commitment, keep_nodes
 from acceptmoe.policies.history import PLAIN, StepHistory, interpolate
 from acceptmoe.policies.natural import NaturalPolicy
 from acceptmoe.table import CommitmentTable
@@ -101,39 +99,11 @@ def powers_of_two(largest: int) -> list[int]:
     return [2**power for power in range(largest.bit_length())]
 
 
-def by_commitment(tree: DraftTree, table: CommitmentTable | None) -> tuple[list[int], list[float]]:
-    """The nodes by falling commitment, parents before children, and these commitments.
-
-    Of equals the earlier node comes first. A child counts for no more than its parent: a path is
-    committed from its start.
-    """
-    commitments = list(tree.path_probabilities)
-    if table is not None:
-        commitments = table.path_commitment(torch.tensor(commitments)).tolist()
-    for node, parent in enumerate(tree.parents[1:], start=1):
-        commitments[node] = min(commitments[node], commitments[parent])
-    order = sorted(range(tree.num_nodes), key=lambda node: (-commitments[node], node))
-    return order, [commitments[node] for node in order]
-
-
 def best_size(commitments: list[float], cost: Cost) -> int:
     """The n with the most expected tokens for their cost; of equals the smallest."""
     expected_tokens = accumulate(commitments)
     rates = [tokens / cost(n) for n, tokens in enumerate(expected_tokens, start=1)]
     return max(range(len(rates)), key=rates.__getitem__) + 1
-
-
-def keep_nodes(tree: DraftTree, nodes: list[int]) -> DraftTree:
-    """The tree of these nodes, which hold the root and every node's parent, in their old order."""
-    if len(nodes) == tree.num_nodes:
-        return tree
-    kept = sorted(nodes)
-    place = {node: index for index, node in enumerate(kept)}
-    return DraftTree(
-        tokens=tuple(tree.tokens[node] for node in kept),
-        parents=(tree.parents[0], *(place[tree.parents[node]] for node in kept[1:])),
-        path_probabilities=tuple(tree.path_probabilities[node] for node in kept),
-    )
 
 
 def check_costs(costs: Mapping[int, float]) -> dict[int, float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from acceptmoe.policies.drafts import StepPolicy, TreePolicy
 from acceptmoe.policies.history import StepHistory
+from acceptmoe.policies.trust import Trust
 from acceptmoe.selection import BlockRows, Combine, RoutedBlock, Selection, Sizing
 from acceptmoe.table import CommitmentTable
 
@@ -54,6 +55,7 @@ class RoutingPolicy(ABC):
     reads_depths: ClassVar[bool] = False  # uses `depth_commitment`
     reads_paths: ClassVar[bool] = False  # uses `path_commitment`
     uses_table: ClassVar[bool] = False  # is better with a table, and does without
+    trust: Trust | None = None  # which rows may be accepted; None trusts all
 
     @property
     def reads_table(self) -> bool:
