@@ -145,8 +145,8 @@ def wrap(
         experts=experts,
         keeps_layers=audit > 0,
     )
-    self_check(model, adapter)
     experts_patch = None if experts is None else ExpertsPatch(adapter)
+    self_check(model, adapter)
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth, passes
     )

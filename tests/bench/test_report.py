@@ -91,7 +91,7 @@ def test_the_page_says_what_the_files_say(folder: Path) -> None:
         "Of 1 budgets of MoE-Spec over all targets, 0 are dominated",
         "1.30 times natural-32 (1.20 to 1.40)",
         "0.98 times plain decoding (0.97 to 0.99): drafting does not pay.",
-        "moe-spec (budget 8)",
+        "moe-spec:budget=8",
         "75.0%",
         "accept, 32 nodes",
     ):
@@ -122,9 +122,9 @@ def test_a_curve_has_a_point_for_each_setting() -> None:
 
 
 def test_labels_name_settings_and_trees() -> None:
-    assert row_label({"policy": "evict", "params": {"costs": "measured"}}) == (
-        "evict (costs measured)"
-    )
+    assert row_label({"policy": "evict", "params": {"costs": "measured"}}) == "evict:costs=measured"
+    assert row_label({"policy": "accept-depth", "params": {"beta": 0.5}}) == "accept-depth"
+    assert row_label({"policy": "accept-depth", "params": {"beta": 1.5}}) == "accept-depth:beta=1.5"
     row = {"policy": "natural", "num_nodes": 6, "is_chain": True}
     assert speed_label(row) == "natural, chain of 6"
     assert len(set(COLOURS.values())) == len(COLOURS)

@@ -110,6 +110,23 @@ def test_generate_with_natural_routing_equals_greedy_generate(bundled: str, draf
     assert found["target"] == bundled
 
 
+@pytest.mark.parametrize("policy", ["evict", "utility"])
+def test_lossless_draft_policies_and_the_guard_leave_the_text_alone(
+    bundled: str, policy: str
+) -> None:
+    found = run_json(
+        *("generate", "abc abc abc", "--policy", policy, "--guard"),
+        *("--drafter", "ngram", "--max-new-tokens", 24, *SMALL_TREE),
+    )
+    assert found["token_ids"] == greedy_ids("abc abc abc", 24)
+    assert found["report"]["guard_state"] in ("measuring", "speculating", "plain")
+
+
+def test_the_remark_says_what_the_guard_does(bundled: str) -> None:
+    arguments = ("generate", "--policy", "natural", "--guard", "--max-new-tokens", 3, *SMALL_TREE)
+    assert "too few steps were timed" in run(*arguments, "abc").stderr
+
+
 def test_generate_prints_the_text_and_a_remark_beside_it(bundled: str, table_file: Path) -> None:
     arguments = ("generate", "--table", table_file, "--max-new-tokens", 12, *SMALL_TREE)
     shown = run(*arguments, "abc")

@@ -146,6 +146,21 @@ def test_every_setting_of_our_policies_gives_the_same(family, policy, monkeypatc
     check_arms(family, policy, monkeypatch)
 
 
+def test_our_experts_bring_the_fused_op_and_unwrap_takes_it_off():
+    model, adapter = make_large_model("olmoe")
+    table = make_table_for(model, num_nodes=NUM_NODES, max_depth=MAX_DEPTH, drafter="scripted")
+    drafter = ScriptedDrafter(random_tree(torch.Generator().manual_seed(13)))
+    size = {"num_nodes": NUM_NODES, "max_depth": MAX_DEPTH}
+    acceptmoe.wrap(model, table, drafter=drafter, experts="acceptmoe", **size)
+    session = model.acceptmoe
+    assert session.patch.is_fused
+    model.generate(torch.arange(8)[None], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert session.report()["eligible"] < adapter.num_experts
+    acceptmoe.unwrap(model)
+    acceptmoe.wrap(model, table, drafter=drafter, **size)
+    assert not model.acceptmoe.patch.is_fused
+
+
 def make_rows(num_rows: int, num_padded: int = 0) -> BlockRows:
     depths = torch.arange(num_rows).clamp_max(3)
     is_real = torch.arange(num_rows) < num_rows - num_padded

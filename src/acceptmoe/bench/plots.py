@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from acceptmoe.bench.policy_grid import NATURAL, PAPER
+from acceptmoe.bench.policy_grid import NATURAL, PAPER, setting_label
 from acceptmoe.errors import AcceptMoEError
 from acceptmoe.policies import DEFAULT_POLICY
 from acceptmoe.table import CommitmentTable
@@ -145,7 +145,7 @@ def plot_lengths(rows: Sequence[Row]) -> Callable[[Axes], None]:
             for (policy, label), found in lengths.items()
         ]
         _dots(axes, [(label, value, value, value, colour) for label, value, colour in bars])
-        axes.set_xlabel("tokens emitted per verification pass", fontsize=8)
+        axes.set_xlabel("tokens per verification pass", fontsize=8)
 
     return plot
 
@@ -169,7 +169,7 @@ def plot_speed(rows: Sequence[Row]) -> Callable[[Axes], None]:
             ],
         )
         axes.set_xlim(left=0)
-        axes.set_xlabel("tokens/s of decoding, median and quartiles", fontsize=8)
+        axes.set_xlabel("tokens/s (median, quartiles)", fontsize=8)
 
     return plot
 
@@ -208,11 +208,7 @@ def plot_calibration(table: CommitmentTable) -> Callable[[Axes], None]:
 
 def row_label(row: Row) -> str:
     """A policy with its settings."""
-    params = ", ".join(
-        f"{name} {value:g}" if isinstance(value, (int, float)) else f"{name} {value}"
-        for name, value in row["params"].items()
-    )
-    return f"{row['policy']} ({params})" if params else str(row["policy"])
+    return setting_label(row["policy"], row["params"])
 
 
 def speed_label(row: Row) -> str:

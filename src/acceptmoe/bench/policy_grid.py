@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
-from acceptmoe.policies import DEFAULT_POLICY, POLICIES, load_policy
+from acceptmoe.policies import DEFAULT_POLICY, POLICIES
 
 NATURAL = "natural"
 PAPER = "accept-depth"
@@ -16,7 +18,16 @@ MOE_SPEC_SHARES = (
     Fraction(3, 8),
     Fraction(1, 2),
 )
-EXPONENTS = (0.25, 0.5, 1.0, 2.0, 4.0)
+# From many experts to few: the larger the exponent and the smaller the size, the fewer rows and
+# experts count. The last one keeps the root's own experts and nothing else.
+CURVE = (
+    "exponent=0.5",
+    "exponent=1,size=0.7",
+    "exponent=2,size=0.7",
+    "exponent=2,size=0.4",
+    "exponent=4,size=0.2",
+    "exponent=16,size=0.001",
+)
 RIVAL_SHARE = Fraction(1, 4)  # of the experts, for rivals with one setting
 LOSSLESS = ("evict", "utility")  # they shape the tree, not the routing
 
@@ -42,11 +53,24 @@ def _single_rivals(num_experts: int) -> tuple[str, ...]:
 
 
 def curve_policies() -> tuple[str, ...]:
-    """The default policy at other exponents than its own; none where it has no exponent."""
-    if "exponent" not in inspect.signature(POLICIES[DEFAULT_POLICY]).parameters:
-        return ()
-    own = load_policy(None).params()["exponent"]
-    return tuple(f"{DEFAULT_POLICY}:exponent={e:g}" for e in EXPONENTS if e != own)
+    """The default policy at other settings than its own."""
+    return tuple(f"{DEFAULT_POLICY}:{settings}" for settings in CURVE)
+
+
+def setting_label(policy: str, params: Mapping[str, Any]) -> str:
+    """A policy with those of its settings that are not its defaults, as `load_policy` reads them.
+
+    >>> setting_label("moe-spec", {"budget": 8})
+    'moe-spec:budget=8'
+    """
+    kind = POLICIES.get(policy)  # a peer, or a policy of another version, has none
+    defaults = {} if kind is None else inspect.signature(kind).parameters
+    shown = ",".join(
+        f"{name}={value:g}" if isinstance(value, (int, float)) else f"{name}={value}"
+        for name, value in params.items()
+        if name not in defaults or value != defaults[name].default
+    )
+    return f"{policy}:{shown}" if shown else policy
 
 
 def _share(share: Fraction, num_experts: int) -> int:

@@ -30,7 +30,7 @@ from acceptmoe.bench.plots import (
 )
 from acceptmoe.bench.results import Results, Row, load_results
 from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.policies import DEFAULT_POLICY
+from acceptmoe.policies import DEFAULT_POLICY, load_policy
 from acceptmoe.table import CommitmentTable, shipped_tables
 
 PAGE = "report.html"
@@ -127,7 +127,7 @@ def quality_parts(results: Results, drawn: list[Figure]) -> list[str]:
         ]
     for target, group in by_target.items():
         for task, pair in grouped(group, "task").items():
-            is_ours = [row["policy"] == DEFAULT_POLICY for row in pair]
+            is_ours = [is_default(row) for row in pair]
             labels = [row_label(row) for row in pair]
             parts += [
                 heading(f"{target}, {task}", 3),
@@ -187,7 +187,7 @@ def speed_parts(results: Results, drawn: list[Figure]) -> list[str]:
         figures(made),
     ]
     for target, group in by_target.items():
-        is_ours = [row["policy"] == DEFAULT_POLICY for row in group]
+        is_ours = [is_default(row) for row in group]
         labels = [speed_label(row) for row in group]
         parts += [heading(target, 3), table(group, labels, SPEED_COLUMNS, is_ours)]
     return parts
@@ -248,6 +248,11 @@ def calibration_parts(results: dict[str, Results], drawn: list[Figure]) -> list[
 def num_lines(rows: Iterable[Row]) -> int:
     """How many policies with their settings are among the rows."""
     return len({row_label(row) for row in rows})
+
+
+def is_default(row: Row) -> bool:
+    """Whether a row is that of the default policy at its own setting."""
+    return bool(row["policy"] == DEFAULT_POLICY and row["params"] == load_policy(None).params())
 
 
 def grouped(rows: Iterable[Row], name: str) -> dict[str, list[Row]]:

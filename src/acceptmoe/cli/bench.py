@@ -11,9 +11,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from acceptmoe.bench.compare import Comparison, compare_results
+from acceptmoe.bench.policy_grid import setting_label
 from acceptmoe.bench.report import write_report
 from acceptmoe.cli.bench_run import run
-from acceptmoe.cli.bench_tables import policy_label
 from acceptmoe.cli.console import (
     FAILED,
     output,
@@ -83,7 +83,7 @@ def show(found: Comparison) -> None:
 def cells(row: dict[str, Any], is_quality: bool) -> list[str]:
     """One line of the table."""
     place = row["task"] if is_quality else row["num_nodes"] or "-"
-    name = f"{row['target']} {place} {policy_label(row)}"
+    name = f"{row['target']} {place} {setting_label(row['policy'], row['params'])}"
     change = row["difference_points"] if is_quality else row["ratio"]
     values, layout = (row["before"], row["after"]), "{:.1%}" if is_quality else "{:.1f}"
     layouts = (layout, layout, *(("{:+.2f}",) if is_quality else ("{:.2f}",)) * 3)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from acceptmoe.bench.policy_grid import setting_label
 from acceptmoe.cli.console import output, print_line
 
 # Heading, key of the row, format of the value.
@@ -98,15 +99,5 @@ def make_table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[Col
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         cells = ["-" if row[key] is None else layout.format(row[key]) for _, key, layout in columns]
-        table.add_row(policy_label(row), *cells)
+        table.add_row(setting_label(row["policy"], row["params"]), *cells)
     return table
-
-
-def policy_label(row: dict[str, Any]) -> str:
-    """A policy with its settings, as `--policy` takes it."""
-    params = ",".join(f"{name}={_setting(value)}" for name, value in row["params"].items())
-    return f"{row['policy']}:{params}" if params else str(row["policy"])
-
-
-def _setting(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)

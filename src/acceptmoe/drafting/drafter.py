@@ -14,7 +14,9 @@ from acceptmoe.tree import DraftTree
 class Drafter(Protocol):
     """Proposes a tree of continuations of the committed text; keeps the state of one sequence.
 
-    The loop calls `start` once for each `generate`, then `propose` and `extend` in turn. Features
+    The loop calls `start` once for each `generate`, at the first draft, then `propose` and `extend`
+    in turn. While it does not draft it calls nothing, and one `extend` later brings the tokens of
+    all steps in between. Features
     are the target's residual streams at `feature_boundaries`, concatenated: row i is the target's
     state at the token *before* `tokens[i]`, so it belongs to the prediction of that token.
     """

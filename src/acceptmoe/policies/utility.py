@@ -22,7 +22,7 @@ LAST_BACK_OFF_STEPS = 256
 # it could not step in when there is something to propose.
 BREAK_EVEN = 0.99
 # What trials that do not pay may cost: a share of all tokens, and a few at the start.
-TRIAL_SHARE = 0.02
+TRIAL_SHARE = 0.01
 TRIAL_CREDIT_TOKENS = 2.0
 
 GateState = Literal["measuring", "speculating", "plain"]

@@ -76,8 +76,8 @@ class ExpertMlp {
         num_pairs(int64_t(routing.rows.size())),
         hidden_padded(row_stride<W>(a.hidden_size)),
         inner_padded(row_stride<W>(a.inner_size)),
-        units(block_of(a.inner_size, 64, int64_t(routing.experts.size()))),
-        columns(block_of(a.hidden_size, a.is_transposed ? 128 : 64, 1)) {}
+        units(block_of(a.inner_size, a.is_transposed ? 256 : 64, int64_t(routing.experts.size()))),
+        columns(block_of(a.hidden_size, a.is_transposed ? 512 : 64, 1)) {}
 
   bool is_valid() const { return routing.is_valid; }
 

@@ -267,7 +267,9 @@ template <class W, int R>
 void outer_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
                 float* out, int64_t out_stride) {
   constexpr int C = R <= 2 ? 2 : 1;
-  constexpr int64_t kRows = 64;  // of weights at a time: a few cache lines of each
+  // Rows of weights at a time, all columns of the block: so many long runs of memory. More of them
+  // would save loads and stores of sums, but lie in the same few sets of the first cache.
+  constexpr int64_t kRows = R <= 2 ? 8 : 16;
   const int64_t depth = weights.depth, stride = weights.stride;
   const int64_t whole = num_outputs / kPair * kPair;
   for (int64_t begin = 0; begin < depth; begin += kRows) {
