@@ -236,7 +236,7 @@ def best_first_nodes(path_probabilities: Sequence[float], num_nodes: int) -> lis
     With candidates listed parents first and no child likelier than its parent, the chosen nodes
     are closed under `parent`, so they form a tree.
     """
-    # Sorting is stable, in reverse too, so the earlier of equals stays first. Drafters have hundreds
+    # Sorting is stable, in reverse too, so the first of equals stays first. Drafters have hundreds
     # of candidates at every step: with a key written in Python it took four times as long.
     candidates = range(len(path_probabilities))
     order = sorted(candidates, key=path_probabilities.__getitem__, reverse=True)
