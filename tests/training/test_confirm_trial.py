@@ -64,14 +64,14 @@ def test_the_text_equals_plain_generate(name: str) -> None:
 
 def test_a_bundled_target_with_its_head_emits_its_own_text() -> None:
     setup = load_setup("tiny-qwen3-moe", "eagle3")
-    prompt = encode(setup.tokenizer, problems("algebra", "tuning", 1)[0].prompt, torch.device("cpu"))
+    prompt = encode(
+        setup.tokenizer, problems("algebra", "tuning", 1)[0].prompt, torch.device("cpu")
+    )
     text = plain(setup.model, prompt)
     model = wrapped(setup.model, setup.drafter, policy="moe-spec:budget=10")
     counts = ConfirmCounts()
     ends = [setup.model.generation_config.eos_token_id]
-    confirmed = generate_confirming(
-        model, prompt, counts, max_new_tokens=NUM_TOKENS, end_ids=ends
-    )
+    confirmed = generate_confirming(model, prompt, counts, max_new_tokens=NUM_TOKENS, end_ids=ends)
     assert confirmed.token_ids == text
     assert 0 < counts.num_guessed_true < counts.num_guessed
     assert 0 < counts.num_drafted_true < counts.num_drafted
