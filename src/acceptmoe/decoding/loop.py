@@ -36,7 +36,13 @@ def decode(
     drafter, statistics, clock = DeferredDrafter(session.drafter), session.statistics, session.clock
     steering, auditor = session.begin_text(), session.auditor
     verifier = Verifier(
-        model, session.adapter, session.patch, session.tap, session.table, session.compiled
+        model,
+        session.adapter,
+        session.patch,
+        session.tap,
+        session.table,
+        session.compiled,
+        session.linears,
     )
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
