@@ -17,6 +17,7 @@ PUBLIC = [
     "DrafterError",
     "InvalidArgumentError",
     "KLLimitWarning",
+    "KernelBuildError",
     "SelfCheckError",
     "TableError",
     "TargetError",

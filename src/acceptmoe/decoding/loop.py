@@ -57,10 +57,9 @@ def decode(
             audited = clock()
             is_natural = auditor.is_natural or not steering.is_warm
             block = verifier.verify(tree, cache, prefix, is_natural=is_natural)
-            emitter.begin_block(block.logits)
+            emitter.begin_block(block.logits, block.is_trusted)
             verified = clock()
-            is_trusted = None if block.is_trusted is None else block.is_trusted.tolist()
-            path = accept_greedy(tree, emitter.next_token, emitter.emit, is_trusted)
+            path = accept_greedy(tree, emitter.next_token, emitter.emit, emitter.is_trusted)
         keep_path(cache, prefix.length, path.nodes)
         prefix = prefix.extended(len(path.nodes))
         root, is_finished = path.tokens[-1], path.is_finished

@@ -92,7 +92,7 @@ class Session:
             yield working
 
     def use_experts(self, experts_patch: ExpertsPatch | None) -> None:
-        """Compute the experts by the compiled kernels from here on, until `detach`."""
+        """Route and compute the experts by the compiled kernels from here on, until `detach`."""
         self.experts_patch = experts_patch
         self.patch.is_fused = experts_patch is not None
         if experts_patch is not None:
