@@ -336,6 +336,7 @@ def decide(rows: Sequence[Row]) -> Row:
     return {
         "natural": label(natural),
         "confirm": label(confirm),
+        "constraint": confirm["constraint"],
         "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
         "low": low,
         "high": high,
@@ -375,7 +376,7 @@ COST_COLUMNS = ("draft_ms", "constrained_ms", "natural_ms")
 
 
 def show(rows: Sequence[Row], decision: Row, console: Console) -> None:
-    """The table fits 80 columns and says below itself what its titles leave open."""
+    """The table needs 100 columns and says below itself what its titles leave open."""
     table = Table(title=f"Confirmation on {rows[0]['target']}", padding=(0, 0, 0, 1))
     table.add_column("arm", no_wrap=True)
     for _, title, _ in COLUMNS:
@@ -437,6 +438,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments, console = parse(), Console()
+    console.width = max(100, console.width)  # into a file it would be 80
     torch.set_num_threads(arguments.threads)
     check_exact(arguments.target, arguments.drafter, arguments.constraint, arguments.experts)
     rows = measure(arguments, console)
