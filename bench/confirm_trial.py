@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
@@ -236,7 +237,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> list[Row]:
     names = [ArmName(PLAIN), *(ArmName(NATURAL, tree) for tree in NATURAL_TREES)]
     names += [
         ArmName(CONFIRM, tree, constraint)
-        for constraint in arguments.constraint or CONSTRAINTS
+        for constraint in arguments.constraint
         for tree in CONFIRM_TREES
     ]
     arms = [make_arm(setup, name, arguments.experts) for name in names]
@@ -267,6 +268,7 @@ def make_row(arguments: argparse.Namespace, name: ArmName, arm: PlainArm, plain:
         "target": arguments.target,
         "mode": name.mode,
         "constraint": name.constraint,
+        "constraint_number": constraint_number(arguments, name),
         "num_nodes": None if name.tree is None else name.tree.num_nodes,
         "max_depth": None if name.tree is None else name.tree.max_depth,
         "is_chain": None if name.tree is None else name.tree.is_chain,
@@ -292,6 +294,13 @@ def make_row(arguments: argparse.Namespace, name: ArmName, arm: PlainArm, plain:
         "tokens_per_s_by_prompt": speeds,
     }
     return row | token_costs(row)
+
+
+def constraint_number(arguments: argparse.Namespace, name: ArmName) -> int | None:
+    """From 1, in the order in which they were given."""
+    if name.constraint is None:
+        return None
+    return 1 + int(arguments.constraint.index(name.constraint))
 
 
 def token_costs(row: Row) -> Row:
@@ -327,6 +336,7 @@ def decide(rows: Sequence[Row]) -> Row:
     return {
         "natural": label(natural),
         "confirm": label(confirm),
+        "constraint": confirm["constraint"],
         "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
         "low": low,
         "high": high,
@@ -344,41 +354,51 @@ def speed_of(row: Row) -> float:
 
 
 def label(row: Row) -> str:
-    """An arm in a few words."""
+    """An arm in a few words; the constraint by its place among those measured."""
     if row["mode"] == PLAIN:
         return PLAIN
     kind = "chain" if row["is_chain"] else "tree"
-    base = f"{row['mode']} {kind} {row['num_nodes']}"
-    return base if row["constraint"] is None else f"{base} {row['constraint']}"
+    name = f"{row['mode']} {kind} {row['num_nodes']}"
+    return name if row["constraint"] is None else f"{name} [{row['constraint_number']}]"
 
 
 COLUMNS = (
-    ("tokens_per_s", "tokens/s", 2),
+    ("tokens_per_s", "tok/s", 2),
     ("accepted_length", "length", 2),
-    ("passes_per_token", "passes/token", 2),
-    ("experts_natural", "experts natural", 1),
-    ("experts_constrained", "constrained", 1),
-    ("share_guessed_true", "guesses true", 2),
-    ("draft_ms", "draft ms", 1),
-    ("constrained_ms", "constrained ms", 1),
-    ("natural_ms", "natural ms", 1),
-    ("token_ms", "token ms", 1),
-    ("same_text", "same text", 2),
+    ("passes_per_token", "passes", 2),
+    ("experts_natural", "natural", 1),
+    ("experts_constrained", "few", 1),
+    ("share_guessed_true", "true", 2),
+    ("token_ms", "token ms", 0),
+    ("same_text", "same", 2),
 )
+COST_COLUMNS = ("draft_ms", "constrained_ms", "natural_ms")
 
 
 def show(rows: Sequence[Row], decision: Row, console: Console) -> None:
-    table = Table(title=f"Confirmation on {rows[0]['target']} (milliseconds of a block)")
-    table.add_column("arm")
+    """The table needs 100 columns and says below itself what its titles leave open."""
+    table = Table(title=f"Confirmation on {rows[0]['target']}", padding=(0, 0, 0, 1))
+    table.add_column("arm", no_wrap=True)
     for _, title, _ in COLUMNS:
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("block ms", justify="right", no_wrap=True)
     for row in rows:
-        cells = (
+        cells = [
             "-" if row[name] is None else f"{row[name]:.{places}f}" for name, _, places in COLUMNS
-        )
-        table.add_row(label(row), *cells)
+        ]
+        costs = "+".join(f"{row[name]:.0f}" for name in COST_COLUMNS)
+        table.add_row(escape(label(row)), *cells, costs)
     console.print(table)
-    console.print(verdict(decision), soft_wrap=True)
+    constraints = {row["constraint_number"]: row["constraint"] for row in rows if row["constraint"]}
+    for number, constraint in constraints.items():
+        console.print(f"[{number}] {constraint}", markup=False, soft_wrap=True)
+    console.print(
+        "length: tokens a block; passes: for each token; natural, few: experts of a natural and a "
+        "constrained pass; true: guesses of the constrained pass that were confirmed; block ms: "
+        "draft + constrained + natural",
+        soft_wrap=True,
+    )
+    console.print(verdict(decision), markup=False, soft_wrap=True)
 
 
 def verdict(decision: Row) -> str:
@@ -402,20 +422,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
     parser.add_argument("--drafter", default="eagle3", choices=("assistant", "eagle3"))
     parser.add_argument("--experts", choices=("acceptmoe",))
-    parser.add_argument("--constraint", action="append", help="a policy; may be given again")
+    parser.add_argument(
+        "--constraint", action="append", help="policy of the first pass; repeatable"
+    )
     parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("bench/results/confirm.json"))
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    # As a default argparse would append to it.
+    parsed.constraint = tuple(dict.fromkeys(parsed.constraint or CONSTRAINTS))
+    return parsed
 
 
 def main() -> None:
     arguments, console = parse(), Console()
+    console.width = max(100, console.width)  # into a file it would be 80
     torch.set_num_threads(arguments.threads)
-    constraints = arguments.constraint or CONSTRAINTS
-    check_exact(arguments.target, arguments.drafter, constraints, arguments.experts)
+    check_exact(arguments.target, arguments.drafter, arguments.constraint, arguments.experts)
     rows = measure(arguments, console)
     decision = decide(rows)
     save_results(
