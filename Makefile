@@ -8,6 +8,8 @@ VENV ?= .venv
 TORCH_INDEX ?=
 DEMO ?=
 PYTEST ?=
+# Processes that run the tests, one thread each.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,7 +29,7 @@ demo: $(VENV)/installed ## install, then decode real prompts with the bundled ta
 	$(BIN)/acceptmoe demo $(DEMO)
 
 test: $(VENV)/installed-dev ## run the tests
-	$(BIN)/python -m pytest $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 check: $(VENV)/installed-dev ## formatting, lint and types
 	$(BIN)/ruff format --check .
