@@ -97,8 +97,8 @@ class Arm:
         self.steps += self.log.steps()
 
 
-def make_arm(setup: Setup, name: ArmName) -> Arm:
-    """A twin on the same weights, wrapped as `name` says."""
+def make_arm(setup: Setup, name: ArmName, backend: str = "inductor") -> Arm:
+    """A twin on the same weights, wrapped as `name` says; `backend` compiles its passes."""
     twin = twin_of(setup.model)
     is_stock = name.implementation in STOCK_EXPERTS
     if is_stock:
@@ -111,7 +111,7 @@ def make_arm(setup: Setup, name: ArmName) -> Arm:
         num_nodes=name.num_nodes,
         max_depth=MAX_DEPTH,
         experts=None if is_stock else "acceptmoe",
-        compile=name.implementation == "compiled",
+        compile=backend if name.implementation == "compiled" else False,
         allow_table_mismatch=True,
     )
     return Arm(name, model, StepLog(model.acceptmoe))
@@ -266,7 +266,7 @@ def measure(options: argparse.Namespace, drafter: str) -> dict[str, Any]:
     compiled, untimed = [], {}
     for name in parse_cells(options.cells):
         start = time.perf_counter()
-        arm = make_arm(setup, name)
+        arm = make_arm(setup, name, options.backend)
         untimed[name] = check_arm(setup, arm, prompts, settings)
         compiled.append(arm)
         print(f"{drafter}, {name}: ready in {time.perf_counter() - start:.0f} s", file=sys.stderr)
@@ -331,6 +331,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="texts of each arm and prompt")
     parser.add_argument("--quick", action="store_true", help="one cell, two prompts, one round")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile; 'eager' is quick")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write JSON (default: nowhere)")
     options = parser.parse_args(arguments)
@@ -356,7 +357,8 @@ def main() -> None:
     print_tables(result)
     if options.out is not None:
         rows = result.pop("rows")
-        save_results(options.out, "floor", rows, seed=SEED, factor=options.factor, **result)
+        settings = {name: getattr(options, name) for name in ("factor", "rounds", "backend")}
+        save_results(options.out, "floor", rows, seed=SEED, **settings, **result)
 
 
 if __name__ == "__main__":

@@ -248,13 +248,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experts", default="acceptmoe", choices=("acceptmoe", "none"))
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--factor", type=int, default=16, help="hidden 128 becomes 2048")
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8, help="at least 2, for quartiles")
     parser.add_argument("--rounds", type=int, default=2, help="timed texts of each prompt")
     parser.add_argument("--quick", action="store_true", help="two prompts, one round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write JSON (default: nowhere)")
     options = parser.parse_args(arguments)
     options.arm = options.arm or [parse_arm(f"{DEFAULT_POLICY}@16")]
+    if options.prompts < 2 or options.rounds < 1:
+        parser.error("--prompts must be 2 or larger and --rounds 1 or larger")
     options.experts = None if options.experts == "none" else options.experts
     if options.quick:
         options.prompts, options.rounds = 2, 1
