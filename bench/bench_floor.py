@@ -18,6 +18,7 @@ T is the number of rows of a pass.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from acceptmoe.bench.results import save_results
 from acceptmoe.bench.setups import DRAFTERS, Setup, load_setup
 from acceptmoe.bench.token_clock import TimedText, generate_timed
 from acceptmoe.bench.workloads import TUNING_SPLIT, encode, end_token_ids, mixed_problems
+from acceptmoe.drafting import Drafter, Eagle3Drafter
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 from acceptmoe.targets import target_names
 from floors import (
@@ -97,6 +99,18 @@ class Arm:
         self.steps += self.log.steps()
 
 
+def drafter_of(setup: Setup) -> Drafter:
+    """A drafter for one arm, on the same weights.
+
+    An EAGLE-3 head multiplies by our kernels or by torch's, as the last `wrap` of it said, so arms
+    that differ in that need a head each.
+    """
+    drafter = setup.drafter
+    if not isinstance(drafter, Eagle3Drafter):
+        return drafter
+    return Eagle3Drafter(copy.copy(drafter.head), topk=drafter.topk)
+
+
 def make_arm(setup: Setup, name: ArmName, backend: str = "inductor") -> Arm:
     """A twin on the same weights, wrapped as `name` says; `backend` compiles its passes."""
     twin = twin_of(setup.model)
@@ -106,7 +120,7 @@ def make_arm(setup: Setup, name: ArmName, backend: str = "inductor") -> Arm:
     model = wrap(
         twin,
         setup.table,
-        drafter=setup.drafter,
+        drafter=drafter_of(setup),
         policy=load_policy(name.policy),
         num_nodes=name.num_nodes,
         max_depth=MAX_DEPTH,
@@ -137,7 +151,7 @@ def check_arm(setup: Setup, arm: Arm, prompts: list[Tensor], settings: dict[str,
     for prompt in prompts:
         with routing.recording():
             expected = reference.decode(prompt, settings).token_ids
-        with counted_products(setup.drafter) as work:
+        with counted_products(arm.model.acceptmoe.drafter) as work:
             arm.log.work = work
             num_same += arm.decode(prompt, settings).token_ids == expected
             arm.log.work = None
@@ -324,7 +338,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--cells",
         nargs="+",
         metavar="POLICY@T",
-        default=[f"{policy}@{rows}" for rows in (16, 32) for policy in POLICIES],
         help="default: natural, accept-depth and the default policy at 16 and 32 rows",
     )
     parser.add_argument("--factor", type=int, default=16, help="hidden 128 becomes 2048")
@@ -336,8 +349,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where to write JSON (default: nowhere)")
     options = parser.parse_args(arguments)
     options.drafter = options.drafter or ["eagle3"]
+    cells = [f"{policy}@{rows}" for rows in (16, 32) for policy in POLICIES]
     if options.quick:
-        options.cells, options.prompts, options.rounds = [f"{DEFAULT_POLICY}@16"], 2, 1
+        options.prompts, options.rounds, cells = 2, 1, [f"{DEFAULT_POLICY}@16"]
+    options.cells = options.cells or cells
     return options
 
 
