@@ -9,10 +9,10 @@ by the uncompiled loop with Transformers' own experts, for the comparison end to
 
 The arms take turns prompt by prompt, each prompt beginning with another one. Before anything is
 timed, every compiled arm must emit the tokens of the same arm uncompiled (most of them: in bfloat16
-two tokens can be as close as the rounding). Every text ends by itself, so that all trees have the
-full size and each arm compiles one pass.
+two tokens can be as close as the rounding). Every text ends by itself, so that no draft is cut
+short and each arm compiles few sizes of pass.
 
-T is the number of rows of a pass.
+T is the number of rows of a compiled pass.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from acceptmoe.bench.results import save_results
 from acceptmoe.bench.setups import DRAFTERS, Setup, load_setup
 from acceptmoe.bench.token_clock import TimedText, generate_timed
 from acceptmoe.bench.workloads import TUNING_SPLIT, encode, end_token_ids, mixed_problems
+from acceptmoe.decoding.graph_shapes import load_graph_shapes, sizes_for
 from acceptmoe.drafting import Drafter, Eagle3Drafter
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 from acceptmoe.targets import target_names
@@ -54,7 +55,11 @@ from recorded_routing import RecordedRouting
 from step_log import Step, StepLog
 
 SEED = 0
-POLICIES = ("natural", "accept-depth", DEFAULT_POLICY)
+# The default policy leaves unlikely nodes out of its trees; at 0 all stay, so its passes are full.
+FULL_TREES = f"{DEFAULT_POLICY}:min_commitment=0"
+CELLS = ["natural@16", "natural@32", "accept-depth@32", f"{FULL_TREES}@16", f"{FULL_TREES}@32"]
+CELLS += [f"{DEFAULT_POLICY}@16"]
+MIN_PASSES = 5  # of one size, for a row
 MAX_DEPTH = 5
 # Prompt and text; no text comes near it, so no draft is cut short by it. With the rows of a tree
 # it fills a compiled cache of 512 slots for every size of tree.
@@ -185,30 +190,71 @@ def measure_in_turn(
     return bandwidths
 
 
-def row_of(
-    arm: Arm, untimed: Untimed, sizes: TargetSizes, bytes_per_s: float, operations_per_s: float
-) -> dict[str, Any]:
-    """Medians over the full-size passes of one compiled arm, and its floors."""
+def padded_rows(num_nodes: int, sizes: list[int]) -> int:
+    """Rows of the compiled pass that takes `num_nodes` nodes.
+
+    >>> padded_rows(9, [1, 4, 8, 16])
+    16
+    """
+    return min(size for size in sizes if size >= num_nodes)
+
+
+def rows_of(
+    arm: Arm, untimed: Untimed, sizes: TargetSizes, bytes_per_s: float, rates: dict[int, float]
+) -> list[dict[str, Any]]:
+    """A row for each size of compiled pass that `arm` has run often enough.
+
+    `rates` are operations per second by rows. A policy may leave nodes out of a draft, so a tree of
+    up to 16 nodes can run in passes of 4, 8 and 16 rows.
+    """
     report = arm.model.acceptmoe.report()
-    full = [step for step in arm.steps if step.num_nodes == arm.name.num_nodes]
-    num_layers = report["num_sparse_layers"]
-    num_read = report["experts_used"] * num_layers
-    num_pairs = report["routed_pairs"] * num_layers
-    work = sizes.pass_work(report["nodes_per_verification"], num_read, num_pairs)
+    by_size: dict[int, list[Step]] = defaultdict(list)
+    for step in arm.steps:
+        if step.routing is not None:
+            by_size[padded_rows(step.num_nodes, report["compiled"]["sizes"])].append(step)
+    shared = {
+        "policy": arm.name.policy,
+        "num_nodes": arm.name.num_nodes,
+        "accepted_length": report["accepted_length"],
+        "num_compilations": report["compiled"]["num_compilations"],
+        "same_as_uncompiled": untimed.num_same,
+    }
+    return [
+        {"T": size, **shared}
+        | parts_of(by_size[size], report["num_sparse_layers"], untimed, sizes, bytes_per_s, rate)
+        for size, rate in sorted(rates.items())
+        if len(by_size[size]) >= MIN_PASSES
+    ]
+
+
+def parts_of(
+    steps: list[Step],
+    num_layers: int,
+    untimed: Untimed,
+    sizes: TargetSizes,
+    bytes_per_s: float,
+    operations_per_s: float,
+) -> dict[str, Any]:
+    """Medians over steps whose passes have one size, and the floors of these very passes."""
+    counts = [step.routing for step in steps if step.routing is not None]
+    works = [
+        sizes.pass_work(
+            step.num_nodes, num_layers * count.experts_used, num_layers * count.routed_pairs
+        )
+        for step, count in zip(steps, counts, strict=True)
+    ]
     pass_ms, draft_ms, rest_ms = (
-        statistics.median(getattr(step, name) for step in full)
+        statistics.median(getattr(step, name) for step in steps)
         for name in ("pass_ms", "draft_ms", "rest_ms")
     )
-    floor = floor_ms(work, bytes_per_s, operations_per_s)
+    floor = statistics.median(floor_ms(work, bytes_per_s, operations_per_s) for work in works)
     draft_floor = read_ms(untimed.draft, bytes_per_s)
     return {
-        "T": arm.name.num_nodes,
-        "policy": arm.name.policy,
         "pass_ms": pass_ms,
         "floor_ms": floor,
         "pass_ratio": pass_ms / floor,
-        "floor_read_ms": read_ms(work, bytes_per_s),
-        "floor_compute_ms": compute_ms(work, operations_per_s),
+        "floor_read_ms": statistics.median(read_ms(work, bytes_per_s) for work in works),
+        "floor_compute_ms": statistics.median(compute_ms(w, operations_per_s) for w in works),
         "draft_ms": draft_ms,
         "draft_floor_ms": draft_floor,
         "draft_ratio": draft_ms / draft_floor if draft_floor else None,
@@ -217,13 +263,10 @@ def row_of(
         "select_share": untimed.select_ms / pass_ms,
         "rest_ms": rest_ms,
         "rest_share": rest_ms / pass_ms,
-        "experts_used": report["experts_used"],
-        "natural_union": report["natural_union"],
-        "accepted_length": report["accepted_length"],
-        "num_passes": len(full),
-        "num_other_passes": len(arm.steps) - len(full),
-        "num_compilations": report["compiled"]["num_compilations"],
-        "same_as_uncompiled": untimed.num_same,
+        "mean_nodes": statistics.fmean(step.num_nodes for step in steps),
+        "experts_used": statistics.fmean(count.experts_used for count in counts),
+        "natural_union": statistics.fmean(count.natural_union for count in counts),
+        "num_passes": len(steps),
     }
 
 
@@ -287,20 +330,22 @@ def measure(options: argparse.Namespace, drafter: str) -> dict[str, Any]:
     stock = [
         make_arm(setup, ArmName(arm.name.policy, arm.name.num_nodes, way))
         for arm in compiled
-        if arm.name.policy == DEFAULT_POLICY
+        if arm.name.policy in (DEFAULT_POLICY, FULL_TREES)
         for way in STOCK_EXPERTS
     ]
     for arm in stock:
         arm.decode(prompts[0], settings)
     arms = [*compiled, *stock]
     bandwidths = measure_in_turn(arms, prompts, settings, options.rounds)
-    rates = {rows: matrix_rates(rows) for rows in sorted({arm.name.num_nodes for arm in compiled})}
+    max_nodes = max(arm.name.num_nodes for arm in compiled)
+    rates = {rows: matrix_rates(rows) for rows in sizes_for(max_nodes, load_graph_shapes())}
+    best_rates = {rows: max(found.values()) for rows, found in rates.items()}
     bandwidth = statistics.median(bandwidths)
     shown = {"target": options.target, "drafter": drafter, "num_prompts": len(prompts)}
     rows = [
-        shown
-        | row_of(arm, untimed[arm.name], sizes, bandwidth, max(rates[arm.name.num_nodes].values()))
+        shown | row
         for arm in compiled
+        for row in rows_of(arm, untimed[arm.name], sizes, bandwidth, best_rates)
     ]
     return {
         "rows": rows,
@@ -318,10 +363,10 @@ def print_tables(result: dict[str, Any]) -> None:
         for rows, rates in result["operations_per_s"][drafter].items():
             shown = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items())
             print(f"{drafter}: {rows}, products in Gop/s: {shown}")
-    print(f"{'drafter':<10} {'policy':<14} " + " ".join(f"{name:>14}" for name in COLUMNS[1:]))
+    print(f"{'drafter':<10} {'policy':<24} " + " ".join(f"{name:>14}" for name in COLUMNS[1:]))
     for row in result["rows"]:
         cells = ["-" if row[name] is None else f"{row[name]:.3g}" for name in COLUMNS[1:]]
-        print(f"{row['drafter']:<10} {row['policy']:<14} " + " ".join(f"{c:>14}" for c in cells))
+        print(f"{row['drafter']:<10} {row['policy']:<24} " + " ".join(f"{c:>14}" for c in cells))
     for row in result["end_to_end"]:
         print(
             f"{row['drafter']}, {row['policy']}, T = {row['T']}: "
@@ -338,7 +383,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--cells",
         nargs="+",
         metavar="POLICY@T",
-        help="default: natural, accept-depth and the default policy at 16 and 32 rows",
+        help=f"default: {' '.join(CELLS)}",
     )
     parser.add_argument("--factor", type=int, default=16, help="hidden 128 becomes 2048")
     parser.add_argument("--prompts", type=int, default=4)
@@ -349,10 +394,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where to write JSON (default: nowhere)")
     options = parser.parse_args(arguments)
     options.drafter = options.drafter or ["eagle3"]
-    cells = [f"{policy}@{rows}" for rows in (16, 32) for policy in POLICIES]
     if options.quick:
-        options.prompts, options.rounds, cells = 2, 1, [f"{DEFAULT_POLICY}@16"]
-    options.cells = options.cells or cells
+        options.prompts, options.rounds = 2, 1
+    options.cells = options.cells or ([f"{FULL_TREES}@16"] if options.quick else CELLS)
     return options
 
 

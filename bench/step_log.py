@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from acceptmoe.decoding.session import Session
+from acceptmoe.models.counters import RoutingCounters, RoutingCounts
 from acceptmoe.tree import DraftTree
 from floors import Work
 
@@ -20,6 +21,7 @@ class Step:
     draft_ms: float
     pass_ms: float
     rest_ms: float
+    routing: RoutingCounts | None  # of this pass alone; a root alone has none
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,15 @@ class _Mark:
     draft_s: float
     pass_s: float
     drafted: Work
+    counters: RoutingCounters | None = None  # of this pass; read when the text is over
 
 
 @dataclass
 class StepLog:
-    """Observes a session; `work` is what its drafter has read and computed, while it is counted."""
+    """Observes a session; `work` is what its drafter has read and computed, while it is counted.
+
+    It takes the session's routing counters pass by pass, so `report()` has no sums of them.
+    """
 
     session: Session
     work: Work | None = None
@@ -46,6 +52,7 @@ class StepLog:
 
     def __call__(self, tree: DraftTree, nodes: tuple[int, ...]) -> None:
         self._marks.append(self._mark(tree.num_nodes))
+        self.session.patch.reset_counters()
 
     def clear(self) -> None:
         """Begin another text."""
@@ -62,7 +69,9 @@ class StepLog:
         for before, mark, after in zip(marks, marks[1:], marks[2:], strict=False):
             draft_s, pass_s = after.draft_s - mark.draft_s, after.pass_s - mark.pass_s
             rest_s = mark.now_s - before.now_s - draft_s - pass_s
-            found.append(Step(mark.num_nodes, 1e3 * draft_s, 1e3 * pass_s, 1e3 * rest_s))
+            routing = None if mark.counters is None else mark.counters.read()
+            times = (1e3 * draft_s, 1e3 * pass_s, 1e3 * rest_s)
+            found.append(Step(mark.num_nodes, *times, routing))
         return found
 
     def drafted_after_first(self) -> Work:
@@ -81,4 +90,5 @@ class StepLog:
             statistics.draft_s,
             statistics.verify_s,
             drafted,
+            self.session.patch.counters,
         )

@@ -101,7 +101,8 @@ def test_a_step_log_splits_steps_by_the_sums_around_them(monkeypatch: pytest.Mon
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     sums = SimpleNamespace(draft_s=0.0, verify_s=0.0)
-    session: Any = SimpleNamespace(observers=[], statistics=sums)
+    patch = SimpleNamespace(counters=None, reset_counters=lambda: None)
+    session: Any = SimpleNamespace(observers=[], statistics=sums, patch=patch)
     log = StepLog(session, work=Work())
     tree = DraftTree(tokens=(3, 4), parents=(-1, 0), path_probabilities=(1.0, 0.5))
     for draft_s, pass_s, rest_s in ((9.0, 9.0, 9.0), (1.0, 2.0, 0.5), (3.0, 5.0, 0.25)):
