@@ -12,6 +12,7 @@ from eagle3_fixtures import random_head, small_target
 from acceptmoe.drafting import AssistantDrafter, Eagle3Drafter, NgramDrafter
 from acceptmoe.tree import DraftTree
 from bench_floor import parse_cells
+from floor_rows import padded_rows
 from floors import TargetSizes, Work, compute_ms, counted_products, floor_ms, read_ms
 from step_log import StepLog
 
@@ -123,3 +124,7 @@ def test_a_step_log_splits_steps_by_the_sums_around_them(monkeypatch: pytest.Mon
 def test_a_cell_is_a_policy_and_a_number_of_rows(text: str) -> None:
     with pytest.raises(SystemExit, match="it must be a policy and a number of rows"):
         parse_cells([text])
+
+
+def test_a_pass_has_the_rows_of_the_smallest_compiled_size() -> None:
+    assert [padded_rows(n, [1, 4, 8, 16]) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 8, 16]
