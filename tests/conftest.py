@@ -24,23 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def missing_gpu() -> str | None:
-    """Why no GPU test can run, or None when they can."""
-    try:
-        import cupy
-    except ImportError as error:
-        return f"cupy cannot be imported ({error}); install acceptmoe[cuda12] or acceptmoe[cuda13]"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if cupy.cuda.runtime.getDeviceCount() < 1:
-        return "cupy sees no CUDA device"
-    return None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items and not config.getoption("--require-gpu"):
         return
+    from acceptmoe.ops.devices import missing_gpu
+
     reason = missing_gpu()
     if config.getoption("--require-gpu"):
         if reason is not None:

@@ -150,7 +150,7 @@ def wrap(
     session = Session.attach(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth, passes
     )
-    session.use_experts(experts_patch)
+    session.use_experts(experts_patch, model.get_output_embeddings().weight)
     if isinstance(chosen_drafter, Eagle3Drafter):
         chosen_drafter.use_compiled_kernels(experts is not None)
     session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
@@ -308,7 +308,7 @@ class AcceptMoEMixin:
             keeps_logits=bool(returns_dict and generation_config.output_logits),
         )
         start = time.perf_counter()
-        with session.tap.recording():
+        with session.tap.recording(), session.linears():
             prefill = self._prefill(input_ids, generation_config, model_kwargs)  # type: ignore[attr-defined]
         session.statistics.num_prompts += 1
         session.statistics.prefill_s += time.perf_counter() - start

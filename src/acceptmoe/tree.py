@@ -236,5 +236,8 @@ def best_first_nodes(path_probabilities: Sequence[float], num_nodes: int) -> lis
     With candidates listed parents first and no child likelier than its parent, the chosen nodes
     are closed under `parent`, so they form a tree.
     """
-    order = sorted(range(len(path_probabilities)), key=lambda i: (-path_probabilities[i], i))
+    # Sorting is stable, in reverse too, so the first of equals stays first. Drafters have hundreds
+    # of candidates at every step: with a key written in Python it took four times as long.
+    candidates = range(len(path_probabilities))
+    order = sorted(candidates, key=path_probabilities.__getitem__, reverse=True)
     return sorted(order[:num_nodes])

@@ -25,8 +25,8 @@ from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import find_cache_keyword, keep_path, make_cache
 from acceptmoe.models.patching import RoutingPatch, route_padding
-from acceptmoe.policies import load_policy
-from acceptmoe.selection import BlockRows
+from acceptmoe.policies import RoutingPolicy, load_policy
+from acceptmoe.selection import BlockRows, RoutedBlock, Selection
 from acceptmoe.tree import DraftTree
 from drafters import OracleDrafter, ScriptedDrafter
 from passes import FakeGraphs, Uncompiled, greedy, wrap_with_passes
@@ -395,11 +395,30 @@ class TestWrapWithCompile:
             acceptmoe.wrap(make_model("qwen3_moe"), policy="natural", compile=value)
 
 
+class EvenExperts(RoutingPolicy):
+    """What somebody else may write: the experts with even numbers."""
+
+    name = "even"
+
+    def select(self, block: RoutedBlock) -> Selection:
+        return Selection(torch.arange(block.num_experts) % 2 == 0)
+
+
 @pytest.mark.parametrize(
     "policy",
-    ["accept", "accept-depth", "natural", "moe-spec:budget=3", "xshare:size=3", "lynx:drop=0.4"],
+    [
+        "accept",
+        "accept-depth",
+        "natural",
+        "moe-spec:budget=3",
+        "xshare:size=3",
+        "lynx:drop=0.4",
+        "oea:top=1",
+        EvenExperts(),
+    ],
+    ids=str,
 )
-def test_the_selection_of_a_policy_traces(policy: str) -> None:
+def test_the_selection_of_a_policy_traces(policy: str | RoutingPolicy) -> None:
     model = make_model("olmoe")
     adapter = MoEAdapter(model)
     patch = RoutingPatch(adapter, load_policy(policy))

@@ -260,8 +260,15 @@ class CompiledPasses:
 
         restricted = kind is PassKind.RESTRICTED
         policy = f"{self._policy.name} {self._policy.params()}" if restricted else kind.value
-        key = PassKey(size, 1, cache.num_slots, forward.model.dtype, policy)
-        return self._pool.get(key, make)
+
+        def key(num_rows: int) -> PassKey:
+            return PassKey(num_rows, 1, cache.num_slots, forward.model.dtype, policy)
+
+        if self._graphs is not None and kind is not PassKind.STEP:
+            # All at once: graphs share one memory pool, which the largest lays out for all.
+            room = cache.num_slots - prefix.length
+            self._pool.prepare([key(rows) for rows in self._sizes if 1 < rows <= room], make)
+        return self._pool.get(key(size), make)
 
     def _find_cache(self, model: PreTrainedModel, num_layers: int, num_needed: int) -> BlockCache:
         """The cache of the capacity for `num_needed` slots: powers of two, so that few exist."""

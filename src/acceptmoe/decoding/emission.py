@@ -80,11 +80,23 @@ class TokenEmitter:
         """L, the number of tokens in `input_ids`."""
         return self._input_ids.shape[1] + len(self._pending)
 
-    def begin_block(self, logits: Tensor) -> None:
-        """Take the logits [T, V] of a verification block, row t after node t."""
+    def begin_block(self, logits: Tensor, is_trusted: Tensor | None = None) -> None:
+        """Take the logits [T, V] of a verification block, row t after node t.
+
+        `is_trusted` [T] bool says which rows may be accepted, None that all may.
+        """
         self._block = logits
-        # One read for the whole block where nothing but the logits decides.
-        self._argmax = logits.float().argmax(dim=-1).tolist() if self._is_plain else []
+        self.is_trusted: list[bool] | None = None
+        if not self._is_plain:
+            self.is_trusted = None if is_trusted is None else is_trusted.tolist()
+            return
+        # Nothing but the logits decides, so one read for the whole block is enough.
+        argmax = logits.float().argmax(dim=-1)
+        if is_trusted is None:
+            self._argmax = argmax.tolist()
+            return
+        self._argmax, trusted = torch.stack([argmax, is_trusted.to(argmax)]).tolist()
+        self.is_trusted = list(map(bool, trusted))
 
     def next_token(self, row: int) -> int:
         """The greedy token after row `row` of the block."""

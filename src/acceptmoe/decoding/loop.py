@@ -36,7 +36,13 @@ def decode(
     drafter, statistics, clock = DeferredDrafter(session.drafter), session.statistics, session.clock
     steering, auditor = session.begin_text(), session.auditor
     verifier = Verifier(
-        model, session.adapter, session.patch, session.tap, session.table, session.compiled
+        model,
+        session.adapter,
+        session.patch,
+        session.tap,
+        session.table,
+        session.compiled,
+        session.linears,
     )
     prompt = emitter.input_ids[0]
     emitter.begin_block(first_logits)
@@ -57,10 +63,9 @@ def decode(
             audited = clock()
             is_natural = auditor.is_natural or not steering.is_warm
             block = verifier.verify(tree, cache, prefix, is_natural=is_natural)
-            emitter.begin_block(block.logits)
+            emitter.begin_block(block.logits, block.is_trusted)
             verified = clock()
-            is_trusted = None if block.is_trusted is None else block.is_trusted.tolist()
-            path = accept_greedy(tree, emitter.next_token, emitter.emit, is_trusted)
+            path = accept_greedy(tree, emitter.next_token, emitter.emit, emitter.is_trusted)
         keep_path(cache, prefix.length, path.nodes)
         prefix = prefix.extended(len(path.nodes))
         root, is_finished = path.tokens[-1], path.is_finished

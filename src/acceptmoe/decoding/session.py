@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from acceptmoe.decoding.audit import Auditor
@@ -19,6 +20,7 @@ from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.errors import WrapStateError
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.dense import LinearsMode, linears_for
 from acceptmoe.models.experts import ExpertsPatch
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.patching import RoutingPatch
@@ -56,6 +58,7 @@ class Session:
     clock: Callable[[], float] = time.perf_counter  # seconds; tests bring their own
     _steering: Steering | None = None  # of the latest `generate`
     experts_patch: ExpertsPatch | None = None
+    linears: LinearsMode = nullcontext
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_busy: bool = False
 
@@ -91,9 +94,14 @@ class Session:
         with self.compiled.working_cache(model, cache, prefix, max_length) as working:
             yield working
 
-    def use_experts(self, experts_patch: ExpertsPatch | None) -> None:
-        """Compute the experts by the compiled kernels from here on, until `detach`."""
+    def use_experts(self, experts_patch: ExpertsPatch | None, weight: Tensor) -> None:
+        """Route and compute the experts by the compiled kernels from here on, until `detach`.
+
+        So are the dense layers, in this session's passes, where the kernels are faster than torch
+        for a model with weights like `weight`.
+        """
         self.experts_patch = experts_patch
+        self.linears = linears_for(weight, is_wanted=experts_patch is not None)
         self.patch.is_fused = experts_patch is not None
         if experts_patch is not None:
             experts_patch.attach()

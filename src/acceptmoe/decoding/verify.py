@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from acceptmoe.decoding.forward import BlockForward, BlockOutput, PassKind
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.block_cache import BlockCache
 from acceptmoe.models.counters import RoutedLayer
+from acceptmoe.models.dense import LinearsMode
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import cache_capacity
 from acceptmoe.models.patching import RoutingPatch
@@ -85,11 +87,13 @@ class Verifier:
         tap: FeatureTap,
         table: CommitmentTable | None,
         pool: PassPool | None = None,
+        linears: LinearsMode = nullcontext,
     ) -> None:
         self._model, self._adapter, self._patch, self._table = model, adapter, patch, table
         self._tap = tap
         self._forward = BlockForward(model, adapter, patch, tap)
         self._pool = pool
+        self._linears = linears
         self._buffers: dict[int, BlockBuffers] = {}  # by rows
         self._has_padding: bool | None = None  # read once, when it is first asked for
 
@@ -113,7 +117,8 @@ class Verifier:
         if self._pool is not None and isinstance(cache, BlockCache):
             output = self._pool.run(self._forward, kind, tree, cache, prefix, self._table)
         if output is None:
-            output = self._run_eagerly(kind, tree, cache, prefix)
+            with self._linears():
+                output = self._run_eagerly(kind, tree, cache, prefix)
         if is_counted and output.counts:
             self._patch.counters.add(output.counts, len(self._adapter.layers))
         return VerifiedBlock(

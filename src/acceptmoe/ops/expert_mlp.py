@@ -1,7 +1,7 @@
 """`acceptmoe::expert_mlp`: the experts of a verification block, each read once and no other.
 
 Axes: T rows, E experts, K experts per row, H hidden, I inner. The CPU kernel is in
-`cpu/expert_mlp.cpp`, what is correct in `reference.py`.
+`cpu/expert_mlp.cpp`, the CUDA path in `expert_mlp_cuda.py`, what is correct in `reference.py`.
 
 Weights are read in place from the stacked parameters, in the dtype and the layout that Transformers
 gives them. Packing them for a matrix library would be faster to multiply by only where rows are
@@ -12,6 +12,7 @@ at small batch the time goes into reading, and a register is as good a place to 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops import cpu_library
 from acceptmoe.ops.cpu_library import DTYPES, pointer
+from acceptmoe.ops.expert_mlp_cuda import expert_mlp_cuda
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 """The first four are `act(gate) * up`; the last is gpt-oss's. The order is that of `Activation` in
@@ -140,6 +142,12 @@ def _(
         hidden, ids, weights, gate_up, gate_up_bias, down, down_bias, activation, is_transposed
     )
     return hidden.new_empty(hidden.shape)
+
+
+@expert_mlp.register_kernel("cuda")
+def _(*arguments: Any) -> Tensor:
+    check_expert_mlp(*arguments[:9])
+    return expert_mlp_cuda(*arguments)
 
 
 def check_expert_mlp(

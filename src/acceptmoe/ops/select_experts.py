@@ -11,6 +11,7 @@ autograd costs more per call than the selection itself (38 against 11 microsecon
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops import cpu_library
 from acceptmoe.ops.cpu_library import DTYPES, pointer
+from acceptmoe.ops.select_experts_cuda import select_experts_cuda
 from acceptmoe.policies import FusedParams
 from acceptmoe.routing import SCORINGS, NaturalRouting, RoutingRule
 from acceptmoe.selection import COMBINES, SIZINGS
@@ -193,7 +195,17 @@ def _select_experts_cpu(
     return outputs
 
 
+def _select_experts_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits, natural_weights, natural_ids, *tensors = arguments[:10]
+    rows, experts, is_enabled = tuple(tensors[:4]), tuple(tensors[4:6]), tensors[6]
+    check_inputs(logits, natural_weights, natural_ids, rows, experts, is_enabled)
+    scoring, _, _, num_groups, groups_per_row, sizing, _, combine = arguments[10:]
+    check_rule(logits, natural_ids, (scoring, sizing, combine), num_groups, groups_per_row)
+    return select_experts_cuda(*arguments)
+
+
 torch.library.impl(NAME, "cpu", _select_experts_cpu)
+torch.library.impl(NAME, "cuda", _select_experts_cuda)
 torch.library.register_fake(NAME, _select_experts_fake)
 
 
