@@ -41,7 +41,6 @@ SEED = 0
 # The default policy leaves unlikely nodes out of its trees; at 0 all stay, so its passes are full.
 FULL_TREES = f"{DEFAULT_POLICY}:min_commitment=0"
 CELLS = ["natural@16", "natural@32", "accept-depth@32", f"{FULL_TREES}@16", f"{FULL_TREES}@32"]
-CELLS += [f"{DEFAULT_POLICY}@16"]
 BUFFER_BYTES = 2**29  # far beyond any cache
 COLUMNS = ("policy", "T", "pass_ms", "floor_ms", "pass_ratio", "draft_ms", "draft_floor_ms")
 COLUMNS += ("draft_ratio", "select_ms", "select_share", "rest_ms", "rest_share")
@@ -154,8 +153,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"default: {' '.join(CELLS)}",
     )
     parser.add_argument("--factor", type=int, default=16, help="hidden 128 becomes 2048")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="texts of each arm and prompt")
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="texts of each arm and prompt")
     parser.add_argument("--quick", action="store_true", help="one cell, two prompts, one round")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; 'eager' is quick")
     parser.add_argument("--threads", type=int, default=2)
