@@ -38,14 +38,23 @@ def compile_cubin(kernel: str, defines: dict[str, str], architecture: int) -> by
     encoded = [option.encode() for option in options]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
     _, log_size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * log_size
+    log = written_to(log_size)
     nvrtc.nvrtcGetProgramLog(program, log)
     assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
     _, size = nvrtc.nvrtcGetCUBINSize(program)
-    cubin = b" " * size
+    cubin = written_to(size)
     nvrtc.nvrtcGetCUBIN(program, cubin)
     nvrtc.nvrtcDestroyProgram(program)
     return cubin
+
+
+def written_to(size: int) -> bytes:
+    """Bytes that a C function may write `size` of.
+
+    At least two: Python has but one object for each single byte, and all of the process would see
+    what is written to it.
+    """
+    return bytes(max(size, 2))
 
 
 def test_every_source_is_in_the_table() -> None:
