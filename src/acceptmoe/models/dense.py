@@ -21,7 +21,7 @@ LinearsMode = Callable[[], AbstractContextManager[Any]]
 """Gives the context in which a forward of the model runs."""
 
 
-class CompiledLinears(TorchFunctionMode):  # type: ignore[misc]
+class CompiledLinears(TorchFunctionMode):
     """Inside it, this thread's `F.linear` of contiguous low-precision weights is our own op.
 
     A mode, not a patch: no module changes, and forwards outside stay as they are.
