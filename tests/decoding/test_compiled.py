@@ -416,7 +416,7 @@ class EvenExperts(RoutingPolicy):
         "oea:top=1",
         EvenExperts(),
     ],
-    ids=str,
+    ids=lambda policy: policy if isinstance(policy, str) else policy.name,
 )
 def test_the_selection_of_a_policy_traces(policy: str | RoutingPolicy) -> None:
     model = make_model("olmoe")
