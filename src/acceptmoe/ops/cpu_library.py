@@ -101,16 +101,19 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def find_openmp_runtime() -> str | None:
-    """The path of the OpenMP library that this process has loaded (torch's), or None."""
+    """The path of the OpenMP library that torch has loaded, or None.
+
+    Other packages may bring one of their own (scikit-learn does), so torch's folder goes first.
+    """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    for line in maps.splitlines():
-        path = line.partition("/")[2]
-        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-            return f"/{path}"
-    return None
+    paths = [Path("/" + line.partition("/")[2]) for line in maps.splitlines() if "/" in line]
+    runtimes = [p for p in paths if p.name.startswith(("libgomp", "libiomp5", "libomp"))]
+    torch_folder = Path(torch.__file__).parent
+    runtimes.sort(key=lambda path: torch_folder not in path.parents)  # stable
+    return str(runtimes[0]) if runtimes else None
 
 
 def cache_folder() -> Path:
