@@ -82,7 +82,8 @@ def wrap(
         experts: None keeps Transformers' own computation of the experts; "acceptmoe" replaces it,
             prefill included, by kernels that read each expert of the union once. They are compiled
             at first use, need a C++ compiler on a CPU, and round differently: logits agree with the
-            model's own within 1e-4 in fp32.
+            model's own within 1e-4 in fp32. On a CPU without arithmetic in the model's bfloat16 or
+            float16, the dense layers of `generate` run on them too.
         compile: Compile the verification passes with `torch.compile`, and on a GPU capture them as
             CUDA graphs. Each size of pass compiles when it is first needed, half a minute on a CPU.
             True takes Inductor; a name takes that backend of `torch.compile`. The experts must

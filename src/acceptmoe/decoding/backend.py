@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch._dynamo import list_backends, lookup_backend
 
 from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.ops.linear import suits_linear
 
 MAX_LINEAR_ROWS = 64
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 # What F.linear is called in the graphs of Dynamo; nn.Linear is traced into.
 _LINEAR_TARGETS = (torch.nn.functional.linear, torch._C._nn.linear)
 
@@ -124,14 +124,7 @@ def _is_suitable(node: fx.Node) -> bool:
     state, matrix = states.meta.get("example_value"), weight.meta.get("example_value")
     if not isinstance(state, Tensor) or not isinstance(matrix, Tensor):
         return False
-    return (
-        matrix.dim() == 2
-        and matrix.dtype in LOW_PRECISION
-        and state.dtype == matrix.dtype
-        and matrix.device.type == "cpu"
-        and matrix.is_contiguous()
-        and state.numel() <= MAX_LINEAR_ROWS * state.shape[-1]
-    )
+    return suits_linear(state, matrix) and state.numel() <= MAX_LINEAR_ROWS * state.shape[-1]
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from acceptmoe.ops.linear import is_faster_than_stock, linear
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from acceptmoe.ops.linear import is_faster_than_stock, linear, suits_linear
 
 LinearsMode = Callable[[], AbstractContextManager[Any]]
 """Gives the context in which a forward of the model runs."""
@@ -34,7 +32,7 @@ class CompiledLinears(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.nn.functional.linear and not kwargs and _is_suitable(*args[:2]):
+        if func is torch.nn.functional.linear and not kwargs and suits_linear(*args[:2]):
             states, weight, *rest = args
             product = linear(states.reshape(-1, weight.shape[1]), weight, rest[0] if rest else None)
             return product.view(*states.shape[:-1], weight.shape[0])
@@ -44,12 +42,3 @@ class CompiledLinears(TorchFunctionMode):
 def linears_for(weight: Tensor, *, is_wanted: bool) -> LinearsMode:
     """The mode for a model of which `weight` is typical; none where torch's products are fast."""
     return CompiledLinears if is_wanted and is_faster_than_stock(weight) else nullcontext
-
-
-def _is_suitable(states: Tensor, weight: Tensor) -> bool:
-    return (
-        weight.dtype in LOW_PRECISION
-        and states.dtype == weight.dtype
-        and weight.device.type == "cpu"
-        and weight.is_contiguous()
-    )

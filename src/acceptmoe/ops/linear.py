@@ -74,6 +74,17 @@ _ARITHMETIC = {
 }
 
 
+def suits_linear(states: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` can take the place of `F.linear` here: contiguous low precision on a CPU."""
+    return (
+        weight.dim() == 2
+        and weight.dtype in _ARITHMETIC
+        and states.dtype == weight.dtype
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+    )
+
+
 def is_faster_than_stock(weight: Tensor) -> bool:
     """Whether `linear` beats torch's own product with this weight, by what the processor can do.
 
