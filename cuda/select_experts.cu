@@ -28,7 +28,7 @@ struct Layer {
   const WEIGHT* natural_weights;   // [T, K]
   const int64* natural_ids;        // [T, K]
   const float* row_weights;        // [T]
-  const bool* is_anchor;           // [T]
+  const int* num_anchored;         // [T]
   const float* path_commitment;    // [T]
   const bool* is_real;             // [T]
   const float* correction_bias;    // [E] or null
@@ -50,16 +50,15 @@ struct Layer {
 
 struct Shared {
   unsigned wanted[ROW_WORDS][MAX_EXPERTS];  // bit t: real row t has the expert in its own top-k
-  unsigned anchor_rows[ROW_WORDS];
   float row_max[MAX_ROWS];  // of the logits
   float row_sum[MAX_ROWS];  // of exp(logit - row_max), or of the sigmoids
   float demand[MAX_EXPERTS];
   float mass[MAX_EXPERTS];  // demand where rows count by their path commitment
   int assigned[MAX_EXPERTS];
-  bool anchored[MAX_EXPERTS];
   bool eligible[MAX_EXPERTS];
   bool pruned[MAX_EXPERTS];
-  unsigned used[MAX_EXPERTS / 32];  // bit e: a real row is routed to expert e
+  unsigned anchored[MAX_EXPERTS / 32];  // bit e: expert e is always eligible
+  unsigned used[MAX_EXPERTS / 32];      // bit e: a real row is routed to expert e
   int group_members[MAX_GROUPS];    // eligible experts of each group
   float per_warp[MAX_WARPS];
 };
@@ -95,21 +94,39 @@ __device__ void clear(const Layer& layer, Shared& shared) {
   BLOCK_LOOP(expert, layer.num_experts) {
     for (int word = 0; word < ROW_WORDS; ++word) shared.wanted[word][expert] = 0;
   }
-  BLOCK_LOOP(word, MAX_EXPERTS / 32) shared.used[word] = 0;
-  if (threadIdx.x < ROW_WORDS) shared.anchor_rows[threadIdx.x] = threadIdx.x == 0;  // the root
+  BLOCK_LOOP(word, MAX_EXPERTS / 32) shared.used[word] = shared.anchored[word] = 0;
 }
 
-// Natural top-k of the real rows, as bits: setting them in any order gives the same words.
-__device__ void mark_wanted(const Layer& layer, Shared& shared) {
-  BLOCK_LOOP(row, layer.num_rows) {
-    if (layer.is_anchor[row]) atomicOr(&shared.anchor_rows[row / 32], 1u << row % 32);
+__device__ void set_bit(unsigned* words, int bit) { atomicOr(&words[bit / 32], 1u << bit % 32); }
+__device__ bool has_bit(const unsigned* words, int bit) { return words[bit / 32] >> bit % 32 & 1u; }
+
+// Whether the slot's expert is among the best few of its row that are always eligible; all of the
+// root's are.
+__device__ bool is_anchor(const Layer& layer, int row, int expert) {
+  const int num_kept = row == 0 ? layer.experts_per_row : layer.num_anchored[row];
+  if (num_kept <= 0 || num_kept >= layer.experts_per_row) return num_kept > 0;
+  const Ranked own = {choice(layer, row, expert), expert};
+  int place = 0;
+  NOT_UNROLLED for (int slot = 0; slot < layer.experts_per_row; ++slot) {
+    const int64 other = layer.natural_ids[row * layer.experts_per_row + slot];
+    if (other < 0 || other >= layer.num_experts) continue;
+    place += is_before({choice(layer, row, static_cast<int>(other)), static_cast<int>(other)}, own);
   }
+  return place < num_kept;
+}
+
+// Natural top-k of the real rows and the anchors, as bits: setting them in any order gives the same
+// words.
+__device__ void mark_wanted(const Layer& layer, Shared& shared) {
   const int num_pairs = layer.num_rows * layer.experts_per_row;
   BLOCK_LOOP(pair, num_pairs) {
     const int row = pair / layer.experts_per_row;
     const int64 expert = layer.natural_ids[pair];
     if (layer.is_real[row] && expert >= 0 && expert < layer.num_experts) {
       atomicOr(&shared.wanted[row / 32][expert], 1u << row % 32);
+      if (is_anchor(layer, row, static_cast<int>(expert))) {
+        set_bit(shared.anchored, static_cast<int>(expert));
+      }
     }
   }
 }
@@ -141,11 +158,9 @@ __device__ void collect_demand(const Layer& layer, Shared& shared) {
   BLOCK_LOOP(expert, layer.num_experts) {
     double demand = 0.0, mass = 0.0;
     int assigned = 0;
-    bool anchored = false;
     NOT_UNROLLED for (int word = 0; word < ROW_WORDS; ++word) {
       unsigned rows = shared.wanted[word][expert];
       assigned += __popc(rows);
-      anchored |= (rows & shared.anchor_rows[word]) != 0;
       NOT_UNROLLED for (; rows != 0; rows &= rows - 1) {
         const int row = word * 32 + __ffs(static_cast<int>(rows)) - 1;
         const float score = gate(layer, shared, row, expert);
@@ -156,12 +171,11 @@ __device__ void collect_demand(const Layer& layer, Shared& shared) {
     shared.demand[expert] = static_cast<float>(demand);
     shared.mass[expert] = static_cast<float>(mass);
     shared.assigned[expert] = assigned;
-    shared.anchored[expert] = anchored;
   }
 }
 
 __device__ float rest(const Shared& shared, int expert) {
-  return shared.anchored[expert] ? 0.0f : shared.demand[expert];
+  return has_bit(shared.anchored, expert) ? 0.0f : shared.demand[expert];
 }
 
 // How many experts enter beside the anchors: the exponential of the entropy of their demand.
@@ -202,12 +216,12 @@ __device__ void select_eligible(const Layer& layer, Shared& shared) {
     const bool fits = layer.sizing == EFFECTIVE_RANK
                           ? static_cast<float>(place) < size
                           : mass_before < (layer.size_parameter - MASS_TOLERANCE) * total;
-    shared.eligible[expert] = shared.anchored[expert] || (fits && own.value > 0.0f);
+    shared.eligible[expert] = has_bit(shared.anchored, expert) || (fits && own.value > 0.0f);
   }
 }
 
 __device__ bool is_candidate(const Layer& layer, const Shared& shared, int expert) {
-  return shared.eligible[expert] && !shared.anchored[expert] && !layer.resident[expert];
+  return shared.eligible[expert] && !has_bit(shared.anchored, expert) && !layer.resident[expert];
 }
 
 // Drops the least wanted experts that would have to be fetched, while the assignments so displaced
@@ -412,7 +426,7 @@ __device__ void route_rows(const Layer& layer, Shared& shared, WEIGHT* weights, 
     weights[pair] = weight;
     ids[pair] = expert;
     if (expert >= 0 && expert < layer.num_experts) {
-      atomicOr(&shared.used[expert / 32], 1u << expert % 32);
+      set_bit(shared.used, static_cast<int>(expert));
     }
   }
 }
@@ -424,7 +438,7 @@ __device__ void count(const Layer& layer, Shared& shared, float* counts) {
   BLOCK_LOOP(expert, layer.num_experts) {
     natural_union += shared.assigned[expert] > 0;
     num_eligible += shared.eligible[expert];
-    num_used += static_cast<float>(shared.used[expert / 32] >> expert % 32 & 1u);
+    num_used += has_bit(shared.used, expert);
     mass += shared.mass[expert];
     excluded += shared.eligible[expert] ? 0.0f : shared.mass[expert];
   }
@@ -448,13 +462,13 @@ __device__ void count(const Layer& layer, Shared& shared, float* counts) {
 
 extern "C" __global__ void __launch_bounds__(512) select_experts(
     const LOGIT* logits, const WEIGHT* natural_weights, const int64* natural_ids,
-    const float* row_weights, const bool* is_anchor, const float* path_commitment,
+    const float* row_weights, const int* num_anchored, const float* path_commitment,
     const bool* is_real, const float* correction_bias, const bool* resident,
     const bool* is_enabled, int num_rows, int num_experts, int experts_per_row, int scoring,
     int renormalize, float scale, int num_groups, int groups_per_row, int sizing,
     float size_parameter, int combine, WEIGHT* weights, int64* ids, bool* eligible, float* counts) {
   __shared__ Shared shared;
-  const Layer layer = {logits,          natural_weights, natural_ids,    row_weights, is_anchor,
+  const Layer layer = {logits,          natural_weights, natural_ids,    row_weights, num_anchored,
                        path_commitment, is_real,         correction_bias, resident,   num_rows,
                        num_experts,     experts_per_row, scoring,        renormalize, scale,
                        num_groups,      groups_per_row,  sizing,         size_parameter, combine};

@@ -34,7 +34,7 @@ class Case:
     combine: Combine = "router"
     padded: int = 0
     num_resident: int | None = None
-    num_anchor_rows: int = 0
+    anchors: tuple[int, int] = (0, 0)  # so many rows keep so many of their own best experts
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -61,7 +61,7 @@ class Inputs:
     natural: NaturalRouting
     rows: BlockRows
     row_weights: Tensor
-    is_anchor: Tensor
+    num_anchored: Tensor
     correction_bias: Tensor | None
     resident: Tensor | None
 
@@ -92,7 +92,7 @@ def make_inputs(case: Case) -> Inputs:
         NaturalRouting(logits, weights, ids),
         rows,
         commitment.sqrt(),
-        torch.arange(case.rows) < case.num_anchor_rows,
+        torch.where(torch.arange(case.rows) < case.anchors[0], case.anchors[1], 0).int(),
         bias,
         resident,
     )
@@ -102,7 +102,7 @@ def reference(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tenso
     return select_experts_reference(
         inputs.natural,
         case.rule,
-        FusedParams(inputs.row_weights, inputs.is_anchor, case.sizing, case.size, case.combine),
+        FusedParams(inputs.row_weights, inputs.num_anchored, case.sizing, case.size, case.combine),
         path_commitment=inputs.rows.path_commitment,
         is_real=inputs.rows.is_real,
         is_enabled=torch.tensor(True),
@@ -119,7 +119,7 @@ def run(
         inputs.natural.weights,
         inputs.natural.ids,
         inputs.row_weights,
-        inputs.is_anchor,
+        inputs.num_anchored,
         inputs.rows.path_commitment,
         inputs.rows.is_real,
         inputs.correction_bias,
@@ -162,11 +162,15 @@ CASES = [
     Case(31, 40, 4, scoring="topk_softmax", combine="natural", padded=3),
     Case(31, 60, 6, combine="natural"),
     Case(31, 64, 4, num_resident=20),
-    Case(9, 130, 3, num_resident=0, num_anchor_rows=3),
+    Case(9, 130, 3, num_resident=0, anchors=(3, 3)),
     Case(31, 64, 4, sizing="mass", size=0.9),
-    Case(31, 64, 4, sizing="mass", size=0.3, num_anchor_rows=4),
+    Case(31, 64, 4, sizing="mass", size=0.3, anchors=(4, 99)),
     Case(31, 64, 4, sizing="mass", size=1.0, padded=30),
     Case(31, 64, 4, size=0.5),
+    Case(31, 64, 4, size=0.3, padded=3, anchors=(31, 1)),
+    Case(23, 128, 8, size=0.1, num_resident=40, anchors=(20, 2)),
+    Case(31, 40, 4, scoring="topk_softmax", size=0.2, anchors=(31, 1)),
+    Case(19, 64, 6, **GROUPED, groups=(8, 3), size=0.1, anchors=(19, 1)),
     Case(19, 64, 6, **GROUPED, groups=(8, 3)),
     Case(19, 64, 8, **GROUPED, groups=(8, 2), size=0.05, renormalize=False),
     Case(33, 256, 8, **GROUPED, groups=(8, 4), combine="natural", padded=2),

@@ -33,7 +33,8 @@ from acceptmoe.selection import (
 EVERY_POLICY = (
     "natural",
     "accept",
-    "accept:sizing=mass,size=0.9,anchor_above=0.5,combine=natural",
+    "accept:sizing=mass,size=0.9,anchor_above=0.5,top=0,combine=natural",
+    "accept:top=2,size=0.1",
     "accept-depth",
     "moe-spec:budget=6",
     "xshare:size=6",

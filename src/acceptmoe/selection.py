@@ -126,15 +126,27 @@ def demand(block: RoutedBlock, weights: Tensor) -> Tensor:
     return contributions.sum(dim=0, dtype=torch.float64).float()
 
 
-def anchors(block: RoutedBlock, is_anchor_row: Tensor | None = None) -> Tensor:
+def anchors(block: RoutedBlock, num_anchored: Tensor | None = None) -> Tensor:
     """[E] bool: the natural top-k of the root, always eligible (formula 4).
 
-    `is_anchor_row` [T] bool names further rows whose own experts are anchored; the root always is.
+    `num_anchored` [T] int32 says how many of each row's own best experts, as the router ranks them,
+    are anchored besides; more than K means all of them. The root keeps all in any case.
     """
     anchored = block.is_wanted[0]
-    if is_anchor_row is None:
+    if num_anchored is None:
         return anchored
-    return anchored | (block.is_wanted & is_anchor_row[:, None]).any(dim=0)
+    places = places_of(block.choice.gather(1, block.natural_ids), block.natural_ids)
+    is_kept = (places < num_anchored[:, None]) & block.rows.is_real[:, None]
+    kept = torch.zeros_like(block.is_wanted).scatter_(1, block.natural_ids, is_kept)
+    return anchored | kept.any(dim=0)
+
+
+def places_of(values: Tensor, ids: Tensor) -> Tensor:
+    """[T, K] int64: each slot's place in its row by falling `values`, the lower of `ids` first."""
+    # Counted, not sorted: K is small, and routers may leave their top-k in any order.
+    own, other = (values[:, :, None], ids[:, :, None]), (values[:, None, :], ids[:, None, :])
+    is_ahead = (other[0] > own[0]) | ((other[0] == own[0]) & (other[1] < own[1]))
+    return is_ahead.sum(dim=2)
 
 
 def effective_rank(mass: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from select_experts_inputs import GROUPED, Case, check, make_inputs, run
 NUM_THREADS = 64
 # Together they enter every branch: padding, pruning, mass, groups, both combine rules.
 SELECTIONS = [
-    Case(9, 40, 3, num_resident=10, num_anchor_rows=2, padded=2),
+    Case(9, 40, 3, num_resident=10, anchors=(2, 2), padded=2),
     Case(9, 40, 3, scoring="topk_softmax", sizing="mass", size=0.5, combine="natural"),
     Case(9, 48, 8, **GROUPED, groups=(4, 2), num_resident=9, size=0.2),
 ]

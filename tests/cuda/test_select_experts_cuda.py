@@ -53,7 +53,7 @@ def test_padded_rows_change_nothing(select: SelectExperts) -> None:
     other = dataclasses.replace(
         inputs,
         logits=torch.cat([inputs.logits[:13], noise.logits[13:]]),
-        is_anchor=torch.arange(20) >= 13,
+        num_anchored=torch.where(torch.arange(20) >= 13, 4, 0).int(),
         row_weights=torch.cat([inputs.row_weights[:13], noise.row_weights[13:]]),
     )
     first, second = run(padded, inputs, select), run(padded, other, select)

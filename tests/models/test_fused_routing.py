@@ -27,7 +27,7 @@ NUM_EXPERTS = {"num_experts": 24, "num_local_experts": 24, "n_routed_experts": 2
 OTHER_POLICIES = (
     "accept-depth",
     "accept:anchor_above=0.3,sizing=mass,size=0.7,combine=natural",
-    "accept:exponent=0.5,size=0.6",
+    "accept:exponent=0.5,top=0,size=0.6",
 )
 
 

@@ -87,13 +87,14 @@ def make_case(
     weights, ids = route(rule, unknown, everything, correction_bias=bias)
     commitment = torch.randint(1, 65, (num_rows,), generator=generator) / 64
     commitment[0] = 1
-    is_anchor = torch.zeros(num_rows, dtype=torch.bool)
-    if has_anchors:
-        is_anchor = torch.rand(num_rows, generator=generator) < 0.2
+    num_anchored = torch.zeros(num_rows, dtype=torch.int32)
+    if has_anchors:  # of most rows none, of some a few, of some all
+        drawn = torch.randint(0, experts_per_row + 2, (num_rows,), generator=generator)
+        num_anchored = drawn.int() * (torch.rand(num_rows, generator=generator) < 0.4)
     return Case(
         NaturalRouting(logits, weights, ids),
         rule,
-        FusedParams(commitment**1.5, is_anchor, **params),
+        FusedParams(commitment**1.5, num_anchored, **params),
         {
             "path_commitment": commitment,
             "is_real": torch.arange(num_rows) < num_rows - num_padded,
@@ -244,7 +245,7 @@ def test_padded_rows_touch_no_expert_and_change_nothing(case, seed):
         replace(
             case.params,
             row_weights=with_junk(case.params.row_weights, junk.params.row_weights),
-            is_anchor=case.params.is_anchor | ~is_real,
+            num_anchored=torch.where(is_real, case.params.num_anchored, 3),
         ),
         {
             **case.rest,
@@ -266,7 +267,7 @@ def block_of_one_expert_rows(ids: list[int], row_weights: list[float], num_exper
     return Case(
         natural,
         RoutingRule("softmax_topk", 1),
-        FusedParams(weights, torch.zeros(len(ids), dtype=torch.bool)),
+        FusedParams(weights, torch.zeros(len(ids), dtype=torch.int32)),
         {
             "path_commitment": weights,
             "is_real": torch.ones(len(ids), dtype=torch.bool),
@@ -302,7 +303,7 @@ def test_anchor_rows_keep_their_own_experts():
     """Demands 8, 0.01, 0.01 have effective rank 1.02, so two enter beside the root's expert."""
     case = block_of_one_expert_rows([0, 1, 2, 3], [1.0, 8.0, 0.01, 0.01], 4)
     assert case.fused()[2].tolist() == [True, True, True, False]
-    case.params.is_anchor[3] = True
+    case.params.num_anchored[3] = 1
     assert case.fused()[2].all()
 
 
@@ -314,14 +315,17 @@ def test_the_op_selects_what_the_policy_selects(case, exponent, anchor_above):
     rows = BlockRows(depths, 0.7**depths, case.rest["path_commitment"], case.rest["is_real"])
     block = RoutedBlock(
         reference.routing.gates(case.rule, case.natural.logits),
-        case.natural.logits,
+        reference.routing.choice(
+            case.rule, case.natural.logits, case.rest["correction_bias"]
+        ).float(),
         case.natural.ids,
         rows,
         case.rest["resident"],
     )
     for policy in (
         AcceptPolicy(exponent, anchor_above),
-        AcceptPolicy(exponent, anchor_above, "mass", 0.8, "natural"),
+        AcceptPolicy(exponent, anchor_above, top=0, sizing="mass", size=0.8, combine="natural"),
+        AcceptPolicy(exponent, top=2, size=0.1),
         AcceptDepthPolicy(0.5),
     ):
         params = policy.fused_params(rows)
@@ -345,7 +349,7 @@ def test_strided_inputs_are_read_as_what_they_are():
         replace(
             case.params,
             row_weights=strided(case.params.row_weights),
-            is_anchor=strided(case.params.is_anchor),
+            num_anchored=strided(case.params.num_anchored),
         ),
         {name: strided(value) for name, value in case.rest.items()},
     )
@@ -358,7 +362,7 @@ def arguments(case: Case) -> tuple:
     return (
         *vars(case.natural).values(),
         params.row_weights,
-        params.is_anchor,
+        params.num_anchored,
         rest["path_commitment"],
         rest["is_real"],
         rest["correction_bias"],
@@ -387,7 +391,7 @@ BAD = {
     "weights": (1, torch.zeros(6, 3), "natural_weights is torch.float32 of shape \\(6, 3\\)"),
     "ids": (2, torch.zeros(6, 2, dtype=torch.int32), "natural_ids is torch.int32"),
     "row_weights": (3, torch.zeros(6, dtype=torch.float64), "row_weights is torch.float64"),
-    "is_anchor": (4, torch.zeros(5, dtype=torch.bool), "is_anchor is torch.bool of shape \\(5,\\)"),
+    "num_anchored": (4, torch.zeros(6), "num_anchored is torch.float32 of shape \\(6,\\)"),
     "is_enabled": (9, torch.ones(1, dtype=torch.bool), "is_enabled .* of shape \\(1,\\)"),
     "scoring": (10, "softmax", "scoring is 'softmax'; it must be one of 'softmax_topk'"),
     "groups": (13, 3, "num_groups is 3; it must divide 16 experts"),

@@ -19,6 +19,7 @@ from acceptmoe.policies import (
     XSharePolicy,
     load_policy,
 )
+from acceptmoe.policies.accept import ALL_OWN
 from acceptmoe.policies.history import StepHistory
 from acceptmoe.policies.trust import Trust
 from acceptmoe.selection import BlockRows, RoutedBlock
@@ -64,10 +65,11 @@ def test_the_default_settings_are_those_that_the_search_chose():
     assert AcceptPolicy().params() == {
         "exponent": 0.75,
         "anchor_above": 1.0,
+        "top": 1,
         "sizing": "effective-rank",
-        "size": 0.9,
+        "size": 0.3,
         "combine": "router",
-        "min_commitment": 0.04,
+        "min_commitment": 0.02,
         "max_lost": 0.35,
         "max_lost_unsure": 0.05,
         "sure_above": 0.98,
@@ -81,7 +83,7 @@ def test_hand_computed_anchors_and_sizes_of_accept():
     block = make_block(gates, [[0], [1], [2], [3]], rows)
 
     def eligible(**settings) -> list[int]:
-        policy = AcceptPolicy(**{"exponent": 1.0, "size": 1.0, **settings})
+        policy = AcceptPolicy(**{"exponent": 1.0, "top": 0, "size": 1.0, **settings})
         return policy.select(block).eligible.nonzero().flatten().tolist()
 
     # Shares 0.632, 0.316, 0.053: entropy 0.809, effective rank 2.25.
@@ -134,28 +136,62 @@ def test_rows_that_lost_much_are_trusted_only_where_they_are_sure():
     assert AcceptPolicy().trust == trust
 
 
+def test_every_row_keeps_as_many_of_its_best_experts_as_it_is_told():
+    """Rows 0 to 2 have the experts 0, 1 and 2, 3 and 4, 5, the second of row 1 the better one."""
+    gates = torch.tensor([[0.3, 0.2], [0.1, 0.3], [0.3, 0.1]])
+    gates = torch.cat([gates, torch.full((3, 4), 0.1)], dim=1)
+    gates = torch.stack([gates[0], gates[1].roll(2), gates[2].roll(4)])
+    rows = make_rows([0, 1, 2], [1.0, 0.6, 0.3])
+    block = make_block(gates, [[0, 1], [2, 3], [4, 5]], rows)
+
+    def eligible(top: int) -> list[int]:
+        # As good as nothing enters by demand.
+        selection = AcceptPolicy(top=top, sizing="mass", size=1e-6).select(block)
+        return selection.eligible.nonzero().flatten().tolist()
+
+    assert eligible(0) == [0, 1]
+    assert eligible(1) == [0, 1, 3, 4]
+    assert eligible(2) == eligible(9) == eligible(2**40) == [0, 1, 2, 3, 4, 5]
+    rows.is_real[2] = False
+    assert eligible(1) == [0, 1, 3]
+
+
+def test_of_a_rows_equal_experts_the_lower_ids_are_its_best():
+    rows = make_rows([0, 1], [1.0, 0.5])
+    block = make_block(torch.full((2, 4), 0.25), [[0, 1], [3, 2]], rows)
+    policy = AcceptPolicy(top=1, sizing="mass", size=1e-6)
+    assert policy.select(block).eligible.tolist() == [True, True, True, False]
+
+
 def test_padded_rows_anchor_nothing():
     rows = make_rows([0, 1, 1], [1.0, 0.6, 0.9])
     rows.is_real[2] = False
     block = make_block(torch.eye(3).mul(0.9) + 0.1, [[0], [1], [2]], rows)
-    assert AcceptPolicy(anchor_above=0.5).select(block).eligible.tolist() == [True, True, False]
+    assert AcceptPolicy(anchor_above=0.5, top=0).select(block).eligible.tolist() == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
 def test_fused_parameters_are_the_weights_and_anchors_of_the_rule(exponent):
     rows = make_rows([0, 1, 1, 2], [1.0, 0.64, 0.25, 0.16])
-    params = AcceptPolicy(exponent, 0.25, "mass", 0.9, "natural").fused_params(rows)
+    policy = AcceptPolicy(
+        exponent, anchor_above=0.25, top=2, sizing="mass", size=0.9, combine="natural"
+    )
+    params = policy.fused_params(rows)
     torch.testing.assert_close(
         params.row_weights, torch.tensor([1.0, 0.64, 0.25, 0.16]) ** exponent
     )
-    assert params.is_anchor.tolist() == [True, True, False, False]
+    assert params.num_anchored.tolist() == [ALL_OWN, ALL_OWN, 2, 2]
     assert (params.sizing, params.size_parameter, params.combine) == ("mass", 0.9, "natural")
     # p(d) = 0.9^d and two rows at depth 1.
     params = AcceptDepthPolicy(exponent).fused_params(rows)
     half = 0.9**exponent / math.sqrt(2)
     expected = torch.tensor([1.0, half, half, 0.81**exponent])
     torch.testing.assert_close(params.row_weights, expected)
-    assert not params.is_anchor.any()
+    assert params.num_anchored.tolist() == [0, 0, 0, 0]
     assert (params.sizing, params.size_parameter, params.combine) == (
         "effective-rank",
         1.0,
@@ -195,6 +231,8 @@ def test_an_unknown_policy_is_refused_with_the_known_names(spec):
         ("lynx", "'lynx' needs drop; write for instance 'lynx:drop=0.25'"),
         ("lynx:drop=1", "drop is 1; it must be a share of the union, from 0 to less than 1"),
         ("lynx:drop=nan", "drop is nan; it must be a share of the union"),
+        ("accept:top=-1", "top is -1; it must be a whole number of experts, 0 or more"),
+        ("accept:top=1.5", "top is 1.5; it must be a whole number of experts, 0 or more"),
         ("oea:top=0", "top is 0; it must be a whole number of experts, 1 or more"),
         ("xshare:size=1.5", "size is 1.5; it must be a whole number of experts, 1 or more"),
         ("moe-spec:budget=0", "budget is 0; it must be a whole number of experts, 1 or more"),
@@ -220,7 +258,10 @@ def test_a_likely_path_outweighs_its_equally_deep_sibling():
     gates = torch.full((3, 6), 0.02).scatter_(1, torch.tensor(natural_ids), 0.46)
     block = make_block(gates, natural_ids, make_rows([0, 1, 1], [1.0, 0.9, 1e-4]))
     assert AcceptDepthPolicy().select(block).eligible.tolist() == [True] * 6
-    assert AcceptPolicy(exponent=2.0).select(block).eligible.tolist() == [True] * 4 + [False] * 2
+    assert (
+        AcceptPolicy(exponent=2.0, top=0, size=1.0).select(block).eligible.tolist()
+        == [True] * 4 + [False] * 2
+    )
 
 
 def test_moe_spec_takes_the_largest_gate_sums_of_all_rows():

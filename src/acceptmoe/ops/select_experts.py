@@ -27,7 +27,7 @@ from acceptmoe.selection import COMBINES, SIZINGS
 NAME = "acceptmoe::select_experts"
 SCHEMA = (
     "(Tensor logits, Tensor natural_weights, Tensor natural_ids, Tensor row_weights, "
-    "Tensor is_anchor, Tensor path_commitment, Tensor is_real, Tensor? correction_bias, "
+    "Tensor num_anchored, Tensor path_commitment, Tensor is_real, Tensor? correction_bias, "
     "Tensor? resident, Tensor is_enabled, str scoring, bool renormalize, float scale, "
     "int num_groups, int groups_per_row, str sizing, float size_parameter, str combine) "
     "-> (Tensor weights, Tensor ids, Tensor eligible, Tensor counts)"
@@ -40,7 +40,7 @@ INPUTS = (
     ("natural_weights", FLOATING),
     ("natural_ids", (torch.int64,)),
     ("row_weights", FP32),
-    ("is_anchor", BOOL),
+    ("num_anchored", (torch.int32,)),
     ("path_commitment", FP32),
     ("is_real", BOOL),
     ("correction_bias", FLOATING),
@@ -76,7 +76,7 @@ def select_experts(
         natural.weights,
         natural.ids,
         params.row_weights,
-        params.is_anchor,
+        params.num_anchored,
         path_commitment,
         is_real,
         correction_bias,
@@ -110,7 +110,7 @@ def _select_experts_fake(
     natural_weights: Tensor,
     natural_ids: Tensor,
     row_weights: Tensor,
-    is_anchor: Tensor,
+    num_anchored: Tensor,
     path_commitment: Tensor,
     is_real: Tensor,
     correction_bias: Tensor | None,
@@ -125,7 +125,10 @@ def _select_experts_fake(
     size_parameter: float,
     combine: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, experts = (row_weights, is_anchor, path_commitment, is_real), (correction_bias, resident)
+    rows, experts = (
+        (row_weights, num_anchored, path_commitment, is_real),
+        (correction_bias, resident),
+    )
     check_inputs(logits, natural_weights, natural_ids, rows, experts, is_enabled)
     names = (scoring, sizing, combine)
     check_rule(logits, natural_ids, names, num_groups, groups_per_row)
@@ -137,7 +140,7 @@ def _select_experts_cpu(
     natural_weights: Tensor,
     natural_ids: Tensor,
     row_weights: Tensor,
-    is_anchor: Tensor,
+    num_anchored: Tensor,
     path_commitment: Tensor,
     is_real: Tensor,
     correction_bias: Tensor | None,
@@ -152,14 +155,17 @@ def _select_experts_cpu(
     size_parameter: float,
     combine: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, experts = (row_weights, is_anchor, path_commitment, is_real), (correction_bias, resident)
+    rows, experts = (
+        (row_weights, num_anchored, path_commitment, is_real),
+        (correction_bias, resident),
+    )
     check_inputs(logits, natural_weights, natural_ids, rows, experts, is_enabled)
     names = (scoring, sizing, combine)
     check_rule(logits, natural_ids, names, num_groups, groups_per_row)
     # Named until the kernel has run: a contiguous copy must outlive its address.
     logits, natural_weights = logits.contiguous(), natural_weights.contiguous()
     natural_ids, is_enabled = natural_ids.contiguous(), is_enabled.contiguous()
-    row_weights, is_anchor = row_weights.contiguous(), is_anchor.contiguous()
+    row_weights, num_anchored = row_weights.contiguous(), num_anchored.contiguous()
     path_commitment, is_real = path_commitment.contiguous(), is_real.contiguous()
     if correction_bias is not None:
         correction_bias = correction_bias.float().contiguous()
@@ -171,7 +177,7 @@ def _select_experts_cpu(
         natural_weights.data_ptr(),
         natural_ids.data_ptr(),
         row_weights.data_ptr(),
-        is_anchor.data_ptr(),
+        num_anchored.data_ptr(),
         path_commitment.data_ptr(),
         is_real.data_ptr(),
         pointer(correction_bias) or 0,

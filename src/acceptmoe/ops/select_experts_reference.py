@@ -42,7 +42,7 @@ def select_experts(
     selection = select_by_weight(
         block,
         params.row_weights,
-        params.is_anchor,
+        params.num_anchored,
         sizing=params.sizing,
         size=params.size_parameter,
     )

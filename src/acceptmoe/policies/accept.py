@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from acceptmoe.policies.drafts import CommitmentFloor, TreePolicy
 from acceptmoe.policies.history import StepHistory
 from acceptmoe.policies.policy import FusedParams, RoutingPolicy
+from acceptmoe.policies.ranking import check_count
 from acceptmoe.policies.trust import Trust
 from acceptmoe.policies.weighted import (
     check_choice,
@@ -25,6 +29,8 @@ from acceptmoe.selection import (
     Sizing,
 )
 from acceptmoe.table import CommitmentTable
+
+ALL_OWN = 2**31 - 1  # of a row's own experts; the largest int32
 
 
 class AcceptPolicy(RoutingPolicy):
@@ -45,10 +51,12 @@ class AcceptPolicy(RoutingPolicy):
     never committed. And acceptance stops before a row that has lost too much to be trusted
     (`max_lost`, `max_lost_unsure`, `sure_above`: see `Trust`); the next block has it as its root.
 
-    Rows whose probability is above `anchor_above` keep their own experts, as the root does; at 1
-    only the root does. `sizing` says how many further experts are eligible: "effective-rank", the
-    paper's measure times `size`, or "mass", the fewest that hold the share `size` of the demand
-    outside the anchors. `combine` is that of `Selection`.
+    Every row keeps its `top` best experts, as the router ranks them: a row without its best expert
+    goes wrong far more often than one without the next few, however improbable it looked. Rows
+    whose probability is above `anchor_above` keep all of their own, as the root does; at 1 only the
+    root does. `sizing` says how many further experts are eligible: "effective-rank", the paper's
+    measure times `size`, or "mass", the fewest that hold the share `size` of the demand outside
+    the anchors. `combine` is that of `Selection`.
     """
 
     name = "accept"
@@ -58,10 +66,11 @@ class AcceptPolicy(RoutingPolicy):
         self,
         exponent: float = 0.75,
         anchor_above: float = 1.0,
+        top: int = 1,
         sizing: Sizing = "effective-rank",
-        size: float = 0.9,
+        size: float = 0.3,
         combine: Combine = "router",
-        min_commitment: float = 0.04,
+        min_commitment: float = 0.02,
         max_lost: float = 0.35,
         max_lost_unsure: float = 0.05,
         sure_above: float = 0.98,
@@ -72,6 +81,7 @@ class AcceptPolicy(RoutingPolicy):
         self.anchor_above = check_number(
             "anchor_above", anchor_above, 0, 1, "a probability; 1 anchors the root alone"
         )
+        self.top = check_count("top", top, least=0)
         self.sizing: Sizing = sizing
         self.size = check_size(sizing, size)
         self.combine: Combine = combine
@@ -90,7 +100,7 @@ class AcceptPolicy(RoutingPolicy):
         return select_by_weight(
             block,
             commitment**self.exponent,
-            commitment > self.anchor_above if self.anchor_above < 1 else None,
+            self._num_anchored(commitment),
             sizing=self.sizing,
             size=self.size,
             combine=self.combine,
@@ -100,11 +110,15 @@ class AcceptPolicy(RoutingPolicy):
         commitment = rows.path_commitment
         return FusedParams(
             row_weights=commitment**self.exponent,
-            is_anchor=commitment > self.anchor_above,
+            num_anchored=self._num_anchored(commitment),
             sizing=self.sizing,
             size_parameter=self.size,
             combine=self.combine,
         )
+
+    def _num_anchored(self, commitment: Tensor) -> Tensor:
+        """[T] int32: how many of its own experts each row keeps in any case."""
+        return torch.where(commitment > self.anchor_above, ALL_OWN, min(self.top, ALL_OWN)).int()
 
     def tree_policy(self, history: StepHistory, table: CommitmentTable | None) -> TreePolicy | None:
         if self.min_commitment == 0:
@@ -115,6 +129,7 @@ class AcceptPolicy(RoutingPolicy):
         return {
             "exponent": self.exponent,
             "anchor_above": self.anchor_above,
+            "top": self.top,
             "sizing": self.sizing,
             "size": self.size,
             "combine": self.combine,

@@ -29,7 +29,9 @@ class AcceptDepthPolicy(RoutingPolicy):
         return select_by_weight(block, self._row_weights(block.rows))
 
     def fused_params(self, rows: BlockRows) -> FusedParams:
-        return FusedParams(self._row_weights(rows), torch.zeros_like(rows.is_real))
+        return FusedParams(
+            self._row_weights(rows), torch.zeros_like(rows.is_real, dtype=torch.int32)
+        )
 
     def _row_weights(self, rows: BlockRows) -> Tensor:
         return rows.depth_commitment**self.beta * depth_counts(rows).clamp_min(1).rsqrt()

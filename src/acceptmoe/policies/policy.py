@@ -20,14 +20,14 @@ from acceptmoe.table import CommitmentTable
 class FusedParams:
     """A commitment-weighted policy as `acceptmoe::select_experts` takes it: one pass, all layers.
 
-    `row_weights` [T] fp32: how much each row's gates count in the demand. `is_anchor` [T] bool:
-    rows whose own experts stay eligible; the root's always do. `sizing` and `size_parameter`:
-    "effective-rank" times the parameter, or the "mass" of the others' demand to hold. `combine` as
-    in `Selection`.
+    `row_weights` [T] fp32: how much each row's gates count in the demand. `num_anchored` [T] int32:
+    how many of each row's own best experts stay eligible; the root's always do. `sizing` and
+    `size_parameter`: "effective-rank" times the parameter, or the "mass" of the others' demand to
+    hold. `combine` as in `Selection`.
     """
 
     row_weights: Tensor
-    is_anchor: Tensor
+    num_anchored: Tensor
     sizing: Sizing = "effective-rank"
     size_parameter: float = 1.0
     combine: Combine = "router"
@@ -37,7 +37,7 @@ class FusedParams:
         if self.row_weights.device == device:
             return self
         return replace(
-            self, row_weights=self.row_weights.to(device), is_anchor=self.is_anchor.to(device)
+            self, row_weights=self.row_weights.to(device), num_anchored=self.num_anchored.to(device)
         )
 
 

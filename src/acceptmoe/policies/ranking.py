@@ -21,10 +21,10 @@ def places_descending(score: Tensor) -> Tensor:
     return torch.empty_like(places).scatter_(0, order, places)
 
 
-def check_count(name: str, value: int) -> int:
-    """`value`, or `InvalidArgumentError` when it is no number of experts."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_count(name: str, value: int, least: int = 1) -> int:
+    """`value`, or `InvalidArgumentError` when it is no number of experts, `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidArgumentError(
-            f"{name} is {value!r}; it must be a whole number of experts, 1 or more"
+            f"{name} is {value!r}; it must be a whole number of experts, {least} or more"
         )
     return value

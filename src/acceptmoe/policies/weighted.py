@@ -27,15 +27,18 @@ MAX_SIZE = {"effective-rank": 16.0, "mass": 1.0}
 def select_by_weight(
     block: RoutedBlock,
     weights: Tensor,
-    is_anchor_row: Tensor | None = None,
+    num_anchored: Tensor | None = None,
     *,
     sizing: Sizing = "effective-rank",
     size: float = 1.0,
     combine: Combine = "router",
 ) -> Selection:
-    """Demand under `weights` [T], anchors, size, pruning: formulas 3 to 5 and 7."""
+    """Demand under `weights` [T], anchors, size, pruning: formulas 3 to 5 and 7.
+
+    `num_anchored` [T] int32 as in `anchors`.
+    """
     expert_demand = demand(block, weights)
-    anchored = anchors(block, is_anchor_row)
+    anchored = anchors(block, num_anchored)
     size_set = select_eligible if sizing == "effective-rank" else select_eligible_by_mass
     eligible = size_set(expert_demand, anchored, size)
     experts_per_row = block.natural_ids.shape[1]

@@ -33,7 +33,7 @@ struct SelectExpertsArguments {
   const void* natural_weights;   // [T, K] of weights_dtype
   const int64_t* natural_ids;    // [T, K]
   const float* row_weights;      // [T]
-  const bool* is_anchor;         // [T]
+  const int32_t* num_anchored;   // [T]
   const float* path_commitment;  // [T]
   const bool* is_real;           // [T]
   const float* correction_bias;  // [E], or null
@@ -77,6 +77,7 @@ class Layer {
     if (*a.is_enabled) {
       for (int64_t row = 0; row < a.num_rows; ++row)
         if (a.is_real[row] || row == 0) score_row(row);
+      collect_anchors();
       collect_demand();
       select_eligible();
       if (a.resident != nullptr) prune_nonresident();
@@ -155,19 +156,35 @@ class Layer {
     return scores_[row * stride_ + expert] / sum;
   }
 
-  // How many real rows want each expert, and whether the root or another anchor row does.
+  // How many real rows want each expert.
   void collect_wanted() {
     std::fill_n(assigned_, a.num_experts, int64_t{0});
-    std::fill_n(is_anchored_, a.num_experts, false);
     for (int64_t row = 0; row < a.num_rows; ++row) {
       if (!a.is_real[row]) continue;
-      const bool is_anchor = row == 0 || a.is_anchor[row];
-      for (int64_t k = 0; k < a.experts_per_row; ++k) {
-        const int64_t id = natural_ids(row)[k];
-        ++assigned_[id];
-        is_anchored_[id] |= is_anchor;
-      }
+      for (int64_t k = 0; k < a.experts_per_row; ++k) ++assigned_[natural_ids(row)[k]];
     }
+  }
+
+  // The root's own experts, and of the other rows' the best few each.
+  void collect_anchors() {
+    std::fill_n(is_anchored_, a.num_experts, false);
+    for (int64_t row = 0; row < a.num_rows; ++row) {
+      const int64_t num_kept = row == 0 ? a.experts_per_row : a.num_anchored[row];
+      if (!a.is_real[row] || num_kept <= 0) continue;
+      const bool are_all_kept = num_kept >= a.experts_per_row;
+      for (int64_t k = 0; k < a.experts_per_row; ++k)
+        if (are_all_kept || place_in_row(row, k) < num_kept) is_anchored_[natural_ids(row)[k]] = true;
+    }
+  }
+
+  // How many of the row's own experts its router ranks before the one in slot `k`.
+  int64_t place_in_row(int64_t row, int64_t k) const {
+    const int64_t* ids = natural_ids(row);
+    const auto ranked = [&](int64_t slot) { return Ranked{choice(row)[ids[slot]], ids[slot]}; };
+    const Ranked own = ranked(k);
+    int64_t place = 0;
+    for (int64_t slot = 0; slot < a.experts_per_row; ++slot) place += is_before(ranked(slot), own);
+    return place;
   }
 
   void collect_demand() {
