@@ -70,9 +70,9 @@ def test_the_default_settings_are_those_that_the_search_chose():
         "size": 0.3,
         "combine": "router",
         "min_commitment": 0.02,
-        "max_lost": 0.35,
-        "max_lost_unsure": 0.05,
-        "sure_above": 0.98,
+        "max_lost": 0.4,
+        "max_lost_unsure": 0.07,
+        "sure_above": 0.99,
     }
 
 
@@ -133,7 +133,7 @@ def test_rows_that_lost_much_are_trusted_only_where_they_are_sure():
     assert trust.trusted(lost.double(), logits.bfloat16()).tolist()[:2] == [True, False]
     assert AcceptPolicy(max_lost=1, max_lost_unsure=1).trust is None
     assert AcceptPolicy(max_lost=1, sure_above=0).trust is None
-    assert AcceptPolicy().trust == trust
+    assert AcceptPolicy(max_lost=0.35, max_lost_unsure=0.05, sure_above=0.98).trust == trust
 
 
 def test_every_row_keeps_as_many_of_its_best_experts_as_it_is_told():
