@@ -108,14 +108,15 @@ def test_what_does_not_fit_is_refused(arguments, message: str) -> None:
     [
         (set(), torch.bfloat16, True),
         ({"avx2", "f16c"}, torch.float16, True),
-        ({"avx512_bf16"}, torch.bfloat16, False),
+        ({"avx512_bf16"}, torch.bfloat16, True),
+        ({"avx512_bf16", "amx_bf16"}, torch.bfloat16, False),
         ({"amx_bf16"}, torch.bfloat16, False),
         ({"amx_bf16"}, torch.float16, True),
         ({"asimdhp", "bf16"}, torch.float16, False),
         (set(), torch.float32, False),
     ],
 )
-def test_it_is_faster_where_the_processor_lacks_the_arithmetic(
+def test_it_is_faster_where_torch_lacks_the_arithmetic(
     monkeypatch, features, dtype, is_faster
 ) -> None:
     monkeypatch.setattr(cpu_library, "cpu_features", lambda: frozenset(features))

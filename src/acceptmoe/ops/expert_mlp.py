@@ -65,7 +65,7 @@ def expert_mlp(
     alpha: float,
     union_bound: int,
 ) -> Tensor:
-    """The weighted sum of each row's experts, [T, H] in hidden's dtype, computed in fp32.
+    """The weighted sum of each row's experts, [T, H] in hidden's dtype, summed in fp32.
 
     Args:
         hidden: [T, H] in fp32, bfloat16 or fp16.
@@ -83,8 +83,10 @@ def expert_mlp(
             counts them.
 
     The experts are added in ascending order of their ids. A row's result depends on that row alone:
-    not on the other rows, nor on the number of threads (torch's), bit for bit. For inference: there
-    is no backward pass.
+    not on the other rows, nor on the number of threads (torch's), bit for bit. Where hidden and
+    weights are bfloat16 and the processor multiplies these in pairs (AVX512-BF16), the activated
+    units between the products are rounded to bfloat16, as in stock layers; elsewhere they stay in
+    fp32. For inference: there is no backward pass.
 
     Raises `InvalidArgumentError` for what does not fit together and for ids that are too large,
     `KernelBuildError` when the kernels cannot be compiled.

@@ -1,7 +1,7 @@
 // acceptmoe::expert_mlp: the gated experts of a few rows, each expert of the union read once.
 //
 // Rows are sorted by expert. Then there are two sweeps over the union, which all threads share:
-//   1. blocks of (expert, units): gate and up products, activation -> activated [pairs, I], fp32
+//   1. blocks of (expert, units): gate and up products, activation -> activated [pairs, I]
 //   2. blocks of output columns: the down products of every expert of the union in ascending order,
 //      times the routing weight, summed in fp32 and written once
 // Blocks are small enough that one row with eight experts keeps every thread busy.
@@ -83,8 +83,8 @@ class ExpertMlp {
 
   void run() {
     Workspace memory(num_bytes());
-    packed_ = memory.take<float>(a.num_rows * hidden_padded);
-    activated_ = memory.take<float>(num_pairs * inner_padded);
+    packed_ = memory.take<Packed<W>>(a.num_rows * hidden_padded);
+    activated_ = memory.take<Packed<W>>(num_pairs * inner_padded);
     for (int64_t t = 0; t < a.num_threads; ++t) {
       scratch_.push_back(memory.take<float>(scratch_size()));
       totals_.push_back(memory.take<float>(a.num_rows * columns));
@@ -120,8 +120,8 @@ class ExpertMlp {
   int64_t scratch_size() const { return kMaxRows * std::max(2 * units, columns); }
 
   int64_t num_bytes() const {
-    return Workspace::size_of(a.num_rows * hidden_padded * 4) +
-           Workspace::size_of(num_pairs * inner_padded * 4) +
+    return Workspace::size_of(a.num_rows * hidden_padded * sizeof(Packed<W>)) +
+           Workspace::size_of(num_pairs * inner_padded * sizeof(Packed<W>)) +
            a.num_threads * (Workspace::size_of(scratch_size() * 4) +
                             Workspace::size_of(a.num_rows * columns * 4));
   }
@@ -145,7 +145,7 @@ class ExpertMlp {
     const Weights<W> weights = gate_up_of(expert.id);
     for_row_groups(expert.last - expert.first, [&](int64_t group, int size) {
       const int64_t pair = expert.first + group;
-      const float* rows[kMaxRows];
+      const Packed<W>* rows[kMaxRows];
       for (int r = 0; r < size; ++r) rows[r] = packed_ + routing.rows[pair + r] * hidden_padded;
       if (a.is_interleaved) {
         const W* following = weights.from(2 * (first + count)).data;
@@ -162,7 +162,8 @@ class ExpertMlp {
   }
 
   // Gate and up products of one row, plus biases, into the row's activated units.
-  void activate_row(int64_t id, int64_t first, int64_t count, const float* products, float* row) {
+  void activate_row(int64_t id, int64_t first, int64_t count, const float* products,
+                    Packed<W>* row) {
     for (int64_t base = 0; base < count; base += kLanes) {
       float gate[kLanes] = {}, up[kLanes] = {};
       const int lanes = int(std::min<int64_t>(kLanes, count - base));
@@ -181,12 +182,12 @@ class ExpertMlp {
                           a.alpha));
       for (int lane = 0; lane < lanes; ++lane) {
         const int64_t unit = first + base + lane;
-        row[a.is_transposed ? unit : packed_index<W>(unit)] = out[lane];
+        from_float(out[lane], &row[a.is_transposed ? unit : packed_index<W>(unit)]);
       }
     }
     if (first + count == a.inner_size)  // what is between the last unit and the end of the row
       for (int64_t unit = a.inner_size; unit < inner_padded; ++unit)
-        row[a.is_transposed ? unit : packed_index<W>(unit)] = 0.0f;
+        row[a.is_transposed ? unit : packed_index<W>(unit)] = {};
   }
 
   // Columns [first, first + columns) of the output, of all rows.
@@ -201,7 +202,7 @@ class ExpertMlp {
       const W* following = down_of(next).from(first).data;
       for_row_groups(expert.last - expert.first, [&](int64_t group, int size) {
         const int64_t pair = expert.first + group;
-        const float* rows[kMaxRows];
+        const Packed<W>* rows[kMaxRows];
         for (int r = 0; r < size; ++r) rows[r] = activated_ + (pair + r) * inner_padded;
         multiply(size, rows, weights, count, following, scratch, columns);
         for (int r = 0; r < size; ++r)
@@ -227,8 +228,8 @@ class ExpertMlp {
   const Routing routing;
   const int64_t num_pairs, hidden_padded, inner_padded;
   const int64_t units, columns;  // of one task of the first and of the second sweep
-  float* packed_ = nullptr;      // [T, hidden_padded]
-  float* activated_ = nullptr;   // [pairs, inner_padded]
+  Packed<W>* packed_ = nullptr;     // [T, hidden_padded]
+  Packed<W>* activated_ = nullptr;  // [pairs, inner_padded]
   std::vector<float*> scratch_;  // for each thread: the products of a row group
   std::vector<float*> totals_;   // for each thread: [T, columns]
 };
@@ -237,7 +238,7 @@ class ExpertMlp {
 
 extern "C" int acceptmoe_expert_mlp(const ExpertMlpArguments* arguments) {
   try {
-    return with_dtype(arguments->weight_dtype, [&](auto zero) {
+    return with_weights(arguments->weight_dtype, arguments->hidden_dtype, [&](auto zero) {
       ExpertMlp<decltype(zero)> op(*arguments);
       if (!op.is_valid()) return int(kBadId);
       op.run();

@@ -23,9 +23,9 @@ static void linear(const LinearArguments& a) {
   const int64_t padded = row_stride<W>(a.depth);
   const int64_t share = a.num_outputs / (4 * a.num_threads);
   const int64_t block = round_up(std::clamp<int64_t>(share, kPair, 64), kPair);
-  Workspace memory(Workspace::size_of(a.num_rows * padded * 4) +
+  Workspace memory(Workspace::size_of(a.num_rows * padded * sizeof(Packed<W>)) +
                    a.num_threads * Workspace::size_of(kMaxRows * block * 4));
-  float* packed = memory.take<float>(a.num_rows * padded);
+  auto* packed = memory.take<Packed<W>>(a.num_rows * padded);
   std::vector<float*> scratch;
   for (int64_t t = 0; t < a.num_threads; ++t)
     scratch.push_back(memory.take<float>(kMaxRows * block));
@@ -41,7 +41,7 @@ static void linear(const LinearArguments& a) {
     blocks.run((a.num_outputs + block - 1) / block, [&](int64_t task) {
       const int64_t first = task * block, count = std::min(block, a.num_outputs - first);
       for_row_groups(a.num_rows, [&](int64_t row, int size) {
-        const float* rows[kMaxRows];
+        const Packed<W>* rows[kMaxRows];
         for (int r = 0; r < size; ++r) rows[r] = packed + (row + r) * padded;
         const W* following = weights.from(first + count).data;
         multiply(size, rows, weights.from(first), count, following, out, block);
@@ -60,7 +60,8 @@ static void linear(const LinearArguments& a) {
 
 extern "C" int acceptmoe_linear(const LinearArguments* arguments) {
   try {
-    with_dtype(arguments->weight_dtype, [&](auto zero) { linear<decltype(zero)>(*arguments); });
+    with_weights(arguments->weight_dtype, arguments->input_dtype,
+                 [&](auto zero) { linear<decltype(zero)>(*arguments); });
   } catch (const std::bad_alloc&) {
     return kNoMemory;
   }

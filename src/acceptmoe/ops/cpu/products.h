@@ -7,13 +7,15 @@
 // Every output is summed in one order, which depends on K alone: not on the other rows, not on the
 // block, not on the threads. A row's result is therefore the same bits alone and among many.
 //
-// Registers: kMaxRows x 2 accumulators, two weights and an activation fit the 16 of AVX2.
+// Registers: kMaxRows x 2 accumulators, two weights and an activation fit the 16 of AVX2, kMaxRows x
+// 4 and four weights the 32 of AVX-512.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
-#include "vectors.h"
+#include "formats.h"
 
 namespace acceptmoe {
 
@@ -21,25 +23,37 @@ constexpr int kMaxRows = 6;
 constexpr int kCacheLine = 64;
 constexpr int kPage = 4096;
 constexpr int kStreams = 4;           // rows of weights read at a time where memory counts
-constexpr int64_t kReduction = 512;  // of fp32, times kMaxRows: less than half the first cache
 constexpr int kTilesAhead = 2;        // prefetched where arithmetic is what counts
 constexpr int64_t kMaxOutputs = 128;  // in one call of `multiply` with weights [N, K]
+
+template <class W>
+using Packed = typename Format<W>::Packed;
+
+// Whether activations and weights are both multiplied as 16 bits: see formats.h.
+template <class W>
+constexpr bool kIsPaired = std::is_same_v<W, PairedBFloat16>;
 
 // Elements in one step of a dot product: whole cache lines, so that each is prefetched once.
 template <class W>
 constexpr int kStep = std::max<int>(kCacheLine / sizeof(W), kPair);
 
+// Elements of a reduction at a time: 2 KB of fp32 for each of kMaxRows rows, less than half the first
+// cache, or 4 KB of bfloat16.
+template <class W>
+constexpr int64_t kReduction = kIsPaired<W> ? 2048 : 512;
+
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Floats from one row of activations to the next. Rows a power of two apart would all want the same
+// Elements from one row of activations to the next. Rows a power of two apart would all want the same
 // few sets of the first cache; these are spread over them.
 template <class W>
 inline int64_t row_stride(int64_t depth) {
-  const int64_t floats = kCacheLine / 4, padded = round_up(round_up(depth, kStep<W>), floats);
-  if (depth < kReduction) return padded;
-  return padded + (21 - padded / floats % 64 + 64) % 64 * floats;
+  const int64_t line = kCacheLine / sizeof(Packed<W>);
+  const int64_t padded = round_up(round_up(depth, kStep<W>), line);
+  if (depth < 512) return padded;
+  return padded + (21 - padded / line % 64 + 64) % 64 * line;
 }
 
 // Where `index` of a row of activations lies in the order in which weights [N, K] are loaded.
@@ -63,38 +77,55 @@ struct Weights {
 };
 
 // One vector of each of N rows of weights times one of each of R rows of activations.
-template <class W, int R, int N, int Half>
-inline __attribute__((always_inline)) void add_half(const float* const* activations, int64_t k,
-                                                    const W* const* weights, int step,
+template <class W, int R, int N, int Part>
+inline __attribute__((always_inline)) void add_part(const Packed<W>* const* activations,
+                                                    int64_t k, const W* const* weights, int step,
                                                     Floats (&sums)[R][N]) {
-  Floats widened[N];
+  typename Format<W>::Vector loaded[N];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) {
-    widened[n] = Format<W>::template load<Half>(weights[n] + step);
-    keep_in_register(widened[n]);
+    loaded[n] = Format<W>::template load<Part>(weights[n] + step);
+    keep_in_register(loaded[n]);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
-    Floats activation = load<Floats>(activations[r] + k + Half * kLanes);
+    auto activation = Format<W>::template load_activations<Part>(activations[r] + k);
     if (N > 1) keep_in_register(activation);  // compilers would load it N times
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      sums[r][n] += activation * widened[n];
-      keep_in_register(sums[r][n]);  // or halves are mixed, registers run out, and a sum spills
+      Format<W>::add_product(sums[r][n], loaded[n], activation);
+      keep_in_register(sums[r][n]);  // or parts are mixed, registers run out, and a sum spills
     }
   }
 }
 
 // One step of N dot products for each of R rows.
 template <class W, int R, int N>
-inline __attribute__((always_inline)) void add_step(const float* const* activations, int64_t k,
-                                                    const W* const* weights,
+inline __attribute__((always_inline)) void add_step(const Packed<W>* const* activations,
+                                                    int64_t k, const W* const* weights,
                                                     Floats (&sums)[R][N]) {
 #pragma GCC unroll 4
   for (int step = 0; step < kStep<W>; step += kPair) {
-    add_half<W, R, N, 0>(activations, k + step, weights, step, sums);
-    add_half<W, R, N, 1>(activations, k + step, weights, step, sums);
+    add_part<W, R, N, 0>(activations, k + step, weights, step, sums);
+    if constexpr (Format<W>::kParts == 2)
+      add_part<W, R, N, 1>(activations, k + step, weights, step, sums);
   }
+}
+
+// The sums over the lanes of R x N vectors.
+template <int R, int N>
+inline __attribute__((always_inline)) void sum_all_lanes(const Floats (&sums)[R][N], float* out,
+                                                         int64_t out_stride) {
+  constexpr int kCount = R * N, kWhole = kCount / 4 * 4;
+  float totals[kCount];
+#pragma GCC unroll 6
+  for (int i = 0; i < kWhole; i += 4)
+    sum_lanes_of_four(sums[i / N][i % N], sums[(i + 1) / N][(i + 1) % N],
+                      sums[(i + 2) / N][(i + 2) % N], sums[(i + 3) / N][(i + 3) % N], totals + i);
+#pragma GCC unroll 4
+  for (int i = kWhole; i < kCount; ++i) totals[i] = sum_lanes(sums[i / N][i % N]);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) std::memcpy(out + r * out_stride, totals + r * N, N * sizeof(float));
 }
 
 // N dot products for each of R rows, over k in [begin, end) of `depth`. Parts of a reduction leave
@@ -104,9 +135,12 @@ inline __attribute__((always_inline)) void add_step(const float* const* activati
 // prefetchers stop at the end of every 4 KB page: row beside row, or, if they are whole (`Linear`)
 // and shorter than a page, in the order they lie in.
 template <class W, int R, int N, bool Linear = false>
-void dot_tile(const float* const* activations, const W* weights, int64_t stride, int64_t begin,
-              int64_t end, int64_t depth, const W* ahead, Floats* partial, float* out,
-              int64_t out_stride) {
+void dot_tile(const Packed<W>* const* activations, const W* weights, int64_t stride,
+              int64_t begin, int64_t end, int64_t depth, const W* ahead, Floats* partial,
+              float* out, int64_t out_stride) {
+  // Pairs go by so fast that what is prefetched must not crowd the activations out of the first
+  // cache: the second is near enough.
+  constexpr int kLocality = kIsPaired<W> ? 2 : 3;
   Floats sums[R][N];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -121,7 +155,7 @@ void dot_tile(const float* const* activations, const W* weights, int64_t stride,
     for (int n = 0; n < N; ++n) {
       rows[n] = weights + n * stride + k;
       for (int line = 0; line < kStep<W>; line += kCacheLine / int(sizeof(W)))
-        __builtin_prefetch(ahead + n * row_step + (k - begin) * k_step + line);
+        __builtin_prefetch(ahead + n * row_step + (k - begin) * k_step + line, 0, kLocality);
     }
     add_step<W, R, N>(activations, k, rows, sums);
   }
@@ -134,28 +168,27 @@ void dot_tile(const float* const* activations, const W* weights, int64_t stride,
     }
     add_step<W, R, N>(activations, k, rows, sums);
   }
+  if (end < depth) {
 #pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      if (end < depth)
-        partial[r * N + n] = sums[r][n];
-      else
-        out[r * out_stride + n] = sum_lanes(sums[r][n]);
-    }
+      for (int n = 0; n < N; ++n) partial[r * N + n] = sums[r][n];
+  } else {
+    sum_all_lanes(sums, out, out_stride);
+  }
 }
 
 // Few rows wait for memory: whole rows of weights, kStreams at a time, in the order they lie in.
 template <class W, int R>
-void dot_few_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
-                  const W* following, float* out, int64_t out_stride) {
+void dot_few_rows(const Packed<W>* const* activations, Weights<W> weights,
+                  int64_t num_outputs, const W* following, float* out, int64_t out_stride) {
   const int64_t depth = weights.depth, stride = weights.stride;
   int64_t n = 0;
   for (; n + kStreams <= num_outputs; n += kStreams) {
     const W* rows = weights.data + n * stride;
     const W* ahead = n + kStreams < num_outputs ? rows + kStreams * stride : following;
-    dot_tile<W, R, kStreams, true>(activations, rows, stride, 0, depth, depth, ahead, nullptr, out + n,
-                             out_stride);
+    dot_tile<W, R, kStreams, true>(activations, rows, stride, 0, depth, depth, ahead, nullptr,
+                                   out + n, out_stride);
   }
   for (; n < num_outputs; ++n) {
     const W* rows = weights.data + n * stride;
@@ -166,35 +199,35 @@ void dot_few_rows(const float* const* activations, Weights<W> weights, int64_t n
 
 // Many rows wait for arithmetic: their activations stay in the first cache, a part of K at a time,
 // while the block of weights passes by, the first time from memory and then from the second cache.
+// Pairs are multiplied so fast that any number of rows waits for memory, and then for arithmetic.
 template <class W, int R>
-void dot_many_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
-                   const W* following, float* out, int64_t out_stride) {
-  constexpr int N = 2;
-  const int64_t depth = weights.depth, stride = weights.stride, pairs = num_outputs / N;
+void dot_many_rows(const Packed<W>* const* activations, Weights<W> weights,
+                   int64_t num_outputs, const W* following, float* out, int64_t out_stride) {
+  constexpr int N = kIsPaired<W> ? 4 : 2;
+  const int64_t depth = weights.depth, stride = weights.stride, tiles = num_outputs / N;
   Floats partial[kMaxOutputs / N][R * N];
-  for (int64_t begin = 0; begin < depth; begin += kReduction) {
-    const int64_t end = std::min(begin + kReduction, depth);
+  for (int64_t begin = 0; begin < depth; begin += kReduction<W>) {
+    const int64_t end = std::min(begin + kReduction<W>, depth);
     const W* after = end < depth ? weights.data + end : following;
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      const W* rows = weights.data + pair * N * stride;
-      const int64_t next = pair + kTilesAhead;
-      const W* ahead = next < pairs ? rows + kTilesAhead * N * stride + begin
-                                    : after + (next - pairs) * N * stride;
-      dot_tile<W, R, N>(activations, rows, stride, begin, end, depth, ahead, partial[pair],
-                        out + pair * N, out_stride);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const W* rows = weights.data + tile * N * stride;
+      const int64_t next = tile + kTilesAhead;
+      const W* ahead = next < tiles ? rows + kTilesAhead * N * stride + begin
+                                    : after + (next - tiles) * N * stride;
+      dot_tile<W, R, N>(activations, rows, stride, begin, end, depth, ahead, partial[tile],
+                        out + tile * N, out_stride);
     }
   }
-  if (num_outputs % N) {
-    const W* row = weights.data + pairs * N * stride;
-    dot_tile<W, R, 1>(activations, row, stride, 0, depth, depth, row, nullptr, out + pairs * N,
-                      out_stride);
+  for (int64_t n = tiles * N; n < num_outputs; ++n) {
+    const W* row = weights.data + n * stride;
+    dot_tile<W, R, 1>(activations, row, stride, 0, depth, depth, row, nullptr, out + n, out_stride);
   }
 }
 
 template <class W, int R>
-void dot_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
+void dot_rows(const Packed<W>* const* activations, Weights<W> weights, int64_t num_outputs,
               const W* following, float* out, int64_t out_stride) {
-  if constexpr (R <= 3)
+  if constexpr (R <= 3 && !kIsPaired<W>)
     dot_few_rows<W, R>(activations, weights, num_outputs, following, out, out_stride);
   else
     dot_many_rows<W, R>(activations, weights, num_outputs, following, out, out_stride);
@@ -203,8 +236,9 @@ void dot_rows(const float* const* activations, Weights<W> weights, int64_t num_o
 // Columns [c, c + C * kPair) of weights [K, N] for k in [begin, end), added to the sums in `out`,
 // which are in the order of loading.
 template <class W, int R, int C>
-void outer_tile(const float* const* activations, const W* weights, int64_t stride, int64_t begin,
-                int64_t end, int64_t depth, float* out, int64_t out_stride) {
+void outer_tile(const Packed<W>* const* activations, const W* weights, int64_t stride,
+                int64_t begin, int64_t end, int64_t depth, float* out, int64_t out_stride) {
+  static const W kNoRow[C * kPair] = {};  // below the last of an odd number of rows
   Floats sums[R][C][2];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c)
@@ -213,25 +247,26 @@ void outer_tile(const float* const* activations, const W* weights, int64_t strid
             begin == 0 ? Floats{}
                        : load<Floats>(out + r * out_stride + c * kPair + half * kLanes);
   const int64_t distance = (end - begin) * stride;
-  for (int64_t k = begin; k < end; ++k) {
+  for (int64_t k = begin; k < end; k += Format<W>::kDepth) {
     const W* row = weights + k * stride;
+    const W* below = k + 1 < depth ? row + stride : kNoRow;
     const W* ahead = k + (end - begin) < depth ? row + distance : row;
-    Floats first[C], second[C];
+    typename Format<W>::Vector first[C], second[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      __builtin_prefetch(ahead + c * kPair);
-      first[c] = Format<W>::template load<0>(row + c * kPair);
-      second[c] = Format<W>::template load<1>(row + c * kPair);
+      for (int d = 0; d < Format<W>::kDepth; ++d)
+        __builtin_prefetch(ahead + d * stride + c * kPair);
+      load_columns(row + c * kPair, below + c * kPair, first[c], second[c]);
       keep_in_register(first[c]);
       keep_in_register(second[c]);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      const Floats activation = splat(activations[r][k]);
+      const auto activation = Format<W>::splat_activation(activations[r] + k);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
-        sums[r][c][0] += activation * first[c];
-        sums[r][c][1] += activation * second[c];
+        Format<W>::add_product(sums[r][c][0], first[c], activation);
+        Format<W>::add_product(sums[r][c][1], second[c], activation);
       }
     }
   }
@@ -243,20 +278,23 @@ void outer_tile(const float* const* activations, const W* weights, int64_t strid
 
 // The last columns, fewer than kPair, from a copy that ends where the weights do.
 template <class W, int R>
-void outer_rest(const float* const* activations, const W* weights, int64_t stride, int64_t begin,
-                int64_t end, int64_t count, float* out, int64_t out_stride) {
-  for (int64_t k = begin; k < end; ++k) {
-    W rest[kPair] = {};
-    std::memcpy(rest, weights + k * stride, count * sizeof(W));
-    const Floats first = Format<W>::template load<0>(rest);
-    const Floats second = Format<W>::template load<1>(rest);
+void outer_rest(const Packed<W>* const* activations, const W* weights, int64_t stride,
+                int64_t begin, int64_t end, int64_t depth, int64_t count, float* out,
+                int64_t out_stride) {
+  for (int64_t k = begin; k < end; k += Format<W>::kDepth) {
+    W rest[2][kPair] = {};
+    std::memcpy(rest[0], weights + k * stride, count * sizeof(W));
+    if (Format<W>::kDepth == 2 && k + 1 < depth)
+      std::memcpy(rest[1], weights + (k + 1) * stride, count * sizeof(W));
+    typename Format<W>::Vector first, second;
+    load_columns(rest[0], rest[1], first, second);
     for (int r = 0; r < R; ++r) {
       float* result = out + r * out_stride;
-      const Floats activation = splat(activations[r][k]);
+      const auto activation = Format<W>::splat_activation(activations[r] + k);
       Floats low = k == 0 ? Floats{} : load<Floats>(result);
       Floats high = k == 0 ? Floats{} : load<Floats>(result + kLanes);
-      low += activation * first;
-      high += activation * second;
+      Format<W>::add_product(low, first, activation);
+      Format<W>::add_product(high, second, activation);
       store(result, low);
       store(result + kLanes, high);
     }
@@ -264,9 +302,9 @@ void outer_rest(const float* const* activations, const W* weights, int64_t strid
 }
 
 template <class W, int R>
-void outer_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
+void outer_rows(const Packed<W>* const* activations, Weights<W> weights, int64_t num_outputs,
                 float* out, int64_t out_stride) {
-  constexpr int C = R <= 2 ? 2 : 1;
+  constexpr int C = R <= 2 || kIsPaired<W> ? 2 : 1;
   // Rows of weights at a time, all columns of the block: so many long runs of memory. More of them
   // would save loads and stores of sums, but lie in the same few sets of the first cache.
   constexpr int64_t kRows = R <= 2 ? 8 : 16;
@@ -282,20 +320,20 @@ void outer_rows(const float* const* activations, Weights<W> weights, int64_t num
       outer_tile<W, R, 1>(activations, weights.data + c, stride, begin, end, depth, out + c,
                           out_stride);
     if (c < num_outputs)
-      outer_rest<W, R>(activations, weights.data + c, stride, begin, end, num_outputs - c, out + c,
-                       out_stride);
+      outer_rest<W, R>(activations, weights.data + c, stride, begin, end, depth, num_outputs - c,
+                       out + c, out_stride);
   }
   for (int r = 0; r < R; ++r)  // back from the order of loading
     for (int64_t c = 0; c < num_outputs; c += kPair) {
       float* pair = out + r * out_stride + c;
       float ordered[kPair];
-      for (int i = 0; i < kPair; ++i) ordered[i] = pair[Format<W>::position(i)];
+      for (int i = 0; i < kPair; ++i) ordered[i] = pair[output_position<W>(i)];
       std::memcpy(pair, ordered, sizeof(ordered));
     }
 }
 
 template <class W, int R>
-void multiply_rows(const float* const* activations, Weights<W> weights, int64_t num_outputs,
+void multiply_rows(const Packed<W>* const* activations, Weights<W> weights, int64_t num_outputs,
                    const W* following, float* out, int64_t out_stride) {
   if (weights.is_transposed)
     outer_rows<W, R>(activations, weights, num_outputs, out, out_stride);
@@ -307,7 +345,7 @@ void multiply_rows(const float* const* activations, Weights<W> weights, int64_t 
 // Activations are packed for weights [N, K] and in plain order for weights [K, N]; either way they
 // are zero up to a multiple of kStep. `following` is what will be read next, for the prefetch.
 template <class W>
-void multiply(int num_rows, const float* const* activations, Weights<W> weights,
+void multiply(int num_rows, const Packed<W>* const* activations, Weights<W> weights,
               int64_t num_outputs, const W* following, float* out, int64_t out_stride) {
   switch (num_rows) {
     case 1: return multiply_rows<W, 1>(activations, weights, num_outputs, following, out, out_stride);

@@ -21,22 +21,33 @@ inline auto with_dtype(int64_t dtype, Body body) {
   }
 }
 
+// Calls `body(W{})` with the type as which weights of `weight_dtype` meet activations of `dtype`.
+template <class Body>
+inline auto with_weights(int64_t weight_dtype, int64_t dtype, Body body) {
+#if defined(__AVX512BF16__)
+  if (weight_dtype == kBFloat16 && dtype == kBFloat16) return body(PairedBFloat16{});
+#endif
+  return with_dtype(weight_dtype, body);
+}
+
+inline float to_float(PairedBFloat16 value) { return to_float(BFloat16{value.bits}); }
+
 inline float read_float(const void* data, int64_t dtype, int64_t index) {
   return with_dtype(dtype, [&](auto zero) {
     return to_float(static_cast<const decltype(zero)*>(data)[index]);
   });
 }
 
-// Row `row` of a contiguous [rows, width] tensor as floats, in the order that weights of type W are
-// loaded in (or plain), zero from `width` to `padded`.
+// Row `row` of a contiguous [rows, width] tensor as activations, in the order that weights of type W
+// are loaded in (or plain), zero from `width` to `padded`.
 template <class W>
 void pack_row(const void* data, int64_t dtype, int64_t row, int64_t width, int64_t padded,
-              bool is_plain, float* out) {
-  std::fill(out + width / kPair * kPair, out + padded, 0.0f);
+              bool is_plain, Packed<W>* out) {
+  std::fill(out + width / kPair * kPair, out + padded, Packed<W>{});
   with_dtype(dtype, [&](auto zero) {
     const auto* values = static_cast<const decltype(zero)*>(data) + row * width;
     for (int64_t i = 0; i < width; ++i)
-      out[is_plain ? i : packed_index<W>(i)] = to_float(values[i]);
+      from_float(to_float(values[i]), &out[is_plain ? i : packed_index<W>(i)]);
   });
 }
 
