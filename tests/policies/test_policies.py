@@ -107,6 +107,9 @@ def test_nodes_that_are_hardly_ever_committed_are_not_verified():
         def path_commitment(self, probabilities: torch.Tensor) -> torch.Tensor:
             return probabilities.sqrt()
 
+        def min_path_probability(self, commitment: float) -> float:
+            return commitment**2
+
     table = SquareRoots()
     tree = DraftTree((7, 1, 2, 3, 4), (-1, 0, 0, 1, 3), (1.0, 0.25, 0.04, 0.03, 0.25e-3))
 

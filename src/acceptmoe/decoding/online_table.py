@@ -145,6 +145,10 @@ class OnlineCommitmentTable(CommitmentTable):
         by_depth = torch.tensor(self._learnt.by_depth, dtype=torch.float32, device=depths.device)
         return by_depth[depths.clamp(0, self.max_depth)]
 
+    def min_path_probability(self, commitment: float) -> float:
+        """0: what is too little now may be enough some blocks later in the same text."""
+        return 0.0
+
     def path_commitment(self, path_probabilities: Tensor) -> Tensor:
         commitment = self._learnt.curve.commitment(path_probabilities)
         return torch.cat([torch.ones_like(commitment[:1]), commitment[1:]])

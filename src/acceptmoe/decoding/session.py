@@ -139,6 +139,8 @@ class Session:
         self._steering = Steering(
             self.policy, self.table, self.num_nodes, self.history, guard=self.guard
         )
+        if hasattr(self.drafter, "min_probability"):
+            self.drafter.min_probability = self._steering.min_probability
         return self._steering
 
     def detach(self) -> None:

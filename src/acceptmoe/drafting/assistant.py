@@ -53,6 +53,7 @@ class AssistantDrafter:
         self.model = model
         self.num_children = num_children
         self.frontier = frontier
+        self.min_probability = 0.0  # see `Drafter`
         self._forward = _AssistantForward(model)
         self._forget([])
 
@@ -139,7 +140,7 @@ class AssistantDrafter:
         num_rows = 1
         sees = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)  # [F, S] drafted rows
         for _ in range(1, max_depth):
-            width = min(self.frontier, _num_worth_expanding(all_scores, num_nodes))
+            width = min(self.frontier, self._num_worth_expanding(all_scores, num_nodes))
             if width == 0:
                 break
             row_scores, chosen = scores.flatten().topk(width)
@@ -162,6 +163,23 @@ class AssistantDrafter:
             for row, candidate in enumerate(row_candidates, start=1)
         }
         return self._best_tree(num_nodes, num_children, token_list, probabilities, row_candidates)
+
+    def _num_worth_expanding(self, all_scores: list[Tensor], num_nodes: int) -> int:
+        """How many of the last level's candidates can still get a child into the tree.
+
+        Beside the root the tree has `num_nodes` - 1 places and no child beats its parent, so a
+        candidate needs a rank of at most `num_nodes` - 2 among all of them, and `min_probability`.
+        The host reads this number, which costs far less than the forward passes it saves when the
+        assistant is unsure.
+        """
+        scores = torch.cat([level.flatten() for level in all_scores])
+        rank = min(num_nodes - 2, scores.numel())
+        if rank == 0:
+            return 0
+        is_worth = all_scores[-1] >= scores.topk(rank).values[-1]
+        if self.min_probability > 0:
+            is_worth &= all_scores[-1] >= math.log(self.min_probability)
+        return int(is_worth.sum())
 
     def _best_tree(
         self,
@@ -197,21 +215,6 @@ def _likeliest_children(logits: Tensor, scores: Tensor, num: int) -> tuple[Tenso
     """
     top_logits, tokens = logits.topk(num)
     return tokens, scores[:, None] + (top_logits - logits.logsumexp(-1, keepdim=True))
-
-
-def _num_worth_expanding(all_scores: list[Tensor], num_nodes: int) -> int:
-    """How many of the last level's candidates can still get a child into the tree.
-
-    Beside the root the tree has `num_nodes` - 1 places and no child beats its parent, so a
-    candidate needs a rank of at most `num_nodes` - 2 among all of them. The host reads this number,
-    which costs far less than the forward passes it saves when the assistant is unsure.
-    """
-    scores = torch.cat([level.flatten() for level in all_scores])
-    rank = min(num_nodes - 2, scores.numel())
-    if rank == 0:
-        return 0
-    worst = scores.topk(rank).values[-1]
-    return int((all_scores[-1] >= worst).sum())
 
 
 class _AssistantForward:

@@ -22,6 +22,9 @@ class Drafter(Protocol):
     all steps in between. Features are the target's residual streams at `feature_boundaries`,
     concatenated: row i is the target's state at the token *before* `tokens[i]`, so it belongs to
     the prediction of that token.
+
+    A drafter may have an attribute `min_probability`. Before each text it is set to the path
+    probability below which no node will be verified, so that such nodes need not be drafted.
     """
 
     name: str  # goes into tables and reports: "ngram", "assistant", "eagle3"

@@ -55,6 +55,8 @@ class EvictPolicy(NaturalPolicy):
 class Eviction:
     """Prunes by a cost that is known; a `TreePolicy`."""
 
+    min_probability = 0.0
+
     def __init__(self, cost: Cost, table: CommitmentTable | None) -> None:
         self._cost, self._table = cost, table
 
@@ -65,6 +67,8 @@ class Eviction:
 
 class MeasuredEviction:
     """Prunes by the costs of this session's own steps, and sees that there are some."""
+
+    min_probability = 0.0
 
     def __init__(self, history: StepHistory, table: CommitmentTable | None) -> None:
         self._history, self._table = history, table
