@@ -17,7 +17,7 @@ from acceptmoe.decoding.statistics import DecodingStatistics
 from acceptmoe.decoding.steering import Steering, guard_report
 from acceptmoe.decoding.turns import Turns, turns_of
 from acceptmoe.decoding.verify import Prefix
-from acceptmoe.drafting import Drafter, Eagle3Drafter
+from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.dense import LinearsMode, linears_for
 from acceptmoe.models.experts import ExpertsPatch
@@ -130,7 +130,7 @@ class Session:
         """
         with turns_of(self.drafter).taken(what):
             self.drafter.check_target(model)
-            if isinstance(self.drafter, Eagle3Drafter):
+            if isinstance(self.drafter, (AssistantDrafter, Eagle3Drafter)):
                 self.drafter.use_compiled_kernels(self.experts_patch is not None)
             yield
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from acceptmoe.errors import DrafterError, InvalidArgumentError
+from acceptmoe.models.dense import LinearsMode, linears_for
 from acceptmoe.models.kv import find_cache_keyword, keep_path
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
@@ -67,6 +69,16 @@ class AssistantDrafter:
                 f"{type(model).__name__} has {theirs}; they must share one tokenizer and have the "
                 "same vocab_size, padding included; choose an assistant of the target's family"
             )
+
+    def use_compiled_kernels(self, is_wanted: bool) -> None:
+        """Multiply by `acceptmoe::linear` where it is the faster way, if `is_wanted`.
+
+        It is where a CPU's own products in the assistant's dtype are slow (see
+        `is_faster_than_stock`). In float32 they stay torch's, bit for bit. Calls of the model by
+        others never change.
+        """
+        weight = self.model.get_output_embeddings().weight
+        self._forward.linears = linears_for(weight, is_wanted=is_wanted)
 
     def start(self, prompt: Tensor, first_token: int, features: Tensor | None) -> None:
         """Forget everything and begin with `prompt` ([P] int64) followed by `first_token`.
@@ -223,6 +235,7 @@ class _AssistantForward:
     def __init__(self, model: PreTrainedModel) -> None:
         parameters = inspect.signature(type(model).forward).parameters
         self._model = model
+        self.linears: LinearsMode = nullcontext
         self._cache_keyword = find_cache_keyword(model) or "past_key_values"
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._window = _attention_window(model)
@@ -285,14 +298,15 @@ class _AssistantForward:
         cache: DynamicCache,
         **keywords: Any,
     ) -> Tensor:
-        output = self._model(
-            input_ids=token_ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            use_cache=True,
-            **{self._cache_keyword: cache},
-            **keywords,
-        )
+        with self.linears():
+            output = self._model(
+                input_ids=token_ids,
+                attention_mask=attention_mask,
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_keyword: cache},
+                **keywords,
+            )
         logits: Tensor = output.logits[0]
         return logits.to(self._device, torch.float32)
 
