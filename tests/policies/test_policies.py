@@ -233,6 +233,8 @@ def test_an_unknown_policy_is_refused_with_the_known_names(spec):
         ("moe-spec", "'moe-spec' needs budget; write for instance 'moe-spec:budget=16'"),
         ("lynx", "'lynx' needs drop; write for instance 'lynx:drop=0.25'"),
         ("lynx:drop=1", "drop is 1; it must be a share of the union, from 0 to less than 1"),
+        (f"lynx:drop={10**400}", f"drop is {10**400}; it must be a share of the union"),
+        ("accept:top=1,top=2", "policy 'accept:top=1,top=2' sets top twice; it must be set once"),
         ("lynx:drop=nan", "drop is nan; it must be a share of the union"),
         ("accept:top=-1", "top is -1; it must be a whole number of experts, 0 or more"),
         ("accept:top=1.5", "top is 1.5; it must be a whole number of experts, 0 or more"),
@@ -247,7 +249,7 @@ def test_bad_settings_are_refused(spec, message):
         load_policy(spec)
 
 
-@pytest.mark.parametrize("value", [-0.5, 17, math.nan, math.inf, True, "0.5", None])
+@pytest.mark.parametrize("value", [-0.5, 17, 10**400, math.nan, math.inf, True, "0.5", None])
 def test_absurd_exponents_are_refused(value):
     with pytest.raises(InvalidArgumentError, match=r"exponent is .*; it must be"):
         AcceptPolicy(exponent=value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import fields
 from importlib import metadata
 from typing import Any
@@ -63,7 +63,7 @@ class OnlineCommitmentTable(CommitmentTable):
         prior_nodes: float = PRIOR_NODES,
     ) -> None:
         is_number = isinstance(half_life, (int, float)) and not isinstance(half_life, bool)
-        if not is_number or not 1.0 <= half_life < math.inf:
+        if not is_number or not 1.0 <= half_life <= sys.float_info.max:
             raise InvalidArgumentError(
                 f"half_life is {half_life!r}; it must be a number of blocks, 1 or larger (64 is "
                 "the default)"

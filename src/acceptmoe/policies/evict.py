@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from acceptmoe.tree import DraftTree
 MIN_PASSES = 3  # timed passes of a size before its cost is believed
 REFRESH_STEPS = 64  # a size that is never chosen is timed again this often, one after another
 
+MAX_COST = sys.float_info.max
 Cost = Callable[[int], float]
 
 
@@ -115,7 +116,7 @@ def check_costs(costs: Mapping[int, float]) -> dict[int, float]:
     is_valid = isinstance(costs, Mapping) and PLAIN in costs
     for num_nodes, cost in costs.items() if is_valid else ():
         is_valid = is_valid and type(num_nodes) is int and num_nodes >= PLAIN
-        is_valid = is_valid and isinstance(cost, (int, float)) and math.isfinite(cost) and cost > 0
+        is_valid = is_valid and isinstance(cost, (int, float)) and 0 < cost <= MAX_COST
     if not is_valid:
         raise InvalidArgumentError(
             f"costs is {costs!r:.80}; it must map numbers of nodes, 1 among them, to positive "
