@@ -111,9 +111,7 @@ def plain_engine(name: str, context: Context, end_ids: list[int]) -> Engine:
     return Engine(LLAMA, f"{PLAIN} {name}", decode)
 
 
-def drafted_engine(
-    target: Context, drafter: Context, draft: Draft, end_ids: list[int]
-) -> Engine:
+def drafted_engine(target: Context, drafter: Context, draft: Draft, end_ids: list[int]) -> Engine:
     """llama.cpp's decoding with chains of the drafter, which it verifies in one pass."""
 
     def decode(prompt: Tensor) -> tuple[list[int], float]:

@@ -22,12 +22,14 @@ from peers.engines import (
 )
 
 PROMPT = torch.tensor([[1, 2]])
-LOGITS = [0.0, 8.0, 7.95, 4.0]
+LOGITS = [0.0, 8.0, 7.9375, 4.0]
 
 
-def model(text: Tensor) -> Any:
-    """Whatever the text, the same logits behind it."""
+def same_logits(text: Tensor) -> Any:
     return SimpleNamespace(logits=torch.tensor(LOGITS).expand(1, text.shape[1], -1))
+
+
+MODEL: Any = same_logits  # whatever the text
 
 
 def engine(name: str, mode: str = "plain", **facts: Any) -> Engine:
@@ -36,20 +38,18 @@ def engine(name: str, mode: str = "plain", **facts: Any) -> Engine:
 
 def test_the_gap_is_taken_where_texts_part() -> None:
     def gap(expected: Sequence[int], found: Sequence[int]) -> float | None:
-        return gap_where_texts_part(model, PROMPT, list(expected), list(found))  # type: ignore[arg-type]
+        return gap_where_texts_part(MODEL, PROMPT, list(expected), list(found))
 
     assert gap([1, 1, 3], [1, 1, 3]) is None
     assert gap([1, 1, 3], [1, 3, 0, 0]) == pytest.approx(0.5)
-    assert gap([1, 1], [2, 1]) == pytest.approx(0.05 / 8)
+    assert gap([1, 1], [2, 1]) == pytest.approx(0.0625 / 8)
     assert gap([1, 1], [1, 1, 1]) == float("inf")
 
 
 def test_ties_are_counted_apart() -> None:
     texts = {TRANSFORMERS: [[1], [1]], LLAMA: [[1], [2]], OURS: [[3], [3]]}
-    engines = [
-        engine(name, texts=found, is_lossless=name != OURS) for name, found in texts.items()
-    ]
-    assert check_texts(engines, model, [PROMPT] * 2) == {  # type: ignore[arg-type]
+    engines = [engine(name, texts=found, is_lossless=name != OURS) for name, found in texts.items()]
+    assert check_texts(engines, MODEL, [PROMPT] * 2) == {
         "transformers plain": {"same_text": 2, "tied_text": 0, "num_texts": 2},
         "llama.cpp plain": {"same_text": 1, "tied_text": 1, "num_texts": 2},
         "acceptmoe plain": {"same_text": 0, "tied_text": 0, "num_texts": 2},
@@ -61,10 +61,10 @@ def test_a_peer_with_other_tokens_is_refused(num_wrong: int, is_refused: bool) -
     texts = [[3]] * num_wrong + [[1]] * (8 - num_wrong)
     engines = [engine(TRANSFORMERS, texts=[[1]] * 8), engine(LLAMA, texts=texts)]
     if not is_refused:
-        assert check_texts(engines, model, [PROMPT] * 8)["llama.cpp plain"]["same_text"] == 7  # type: ignore[arg-type]
+        assert check_texts(engines, MODEL, [PROMPT] * 8)["llama.cpp plain"]["same_text"] == 7
         return
     with pytest.raises(OtherModelError, match=r"llama.cpp plain emits other .* for 2 prompts of 8"):
-        check_texts(engines, model, [PROMPT] * 8)  # type: ignore[arg-type]
+        check_texts(engines, MODEL, [PROMPT] * 8)
 
 
 def test_ratios_are_over_the_faster_plain_decoding_and_over_the_best_mode() -> None:

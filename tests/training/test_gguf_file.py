@@ -84,7 +84,9 @@ def test_a_target_that_llama_cpp_computes_otherwise_is_refused() -> None:
         gguf_metadata(small_target(norm_topk_prob=False).config)
     config = small_target(norm_topk_prob=True).config
     config.model_type = "olmoe"
-    with pytest.raises(ValueError, match="the model is a olmoe; it must be one of qwen3_moe, qwen3"):
+    with pytest.raises(
+        ValueError, match="the model is a olmoe; it must be one of qwen3_moe, qwen3"
+    ):
         gguf_metadata(config)
 
 
