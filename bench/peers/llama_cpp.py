@@ -22,7 +22,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -64,8 +64,7 @@ from .engines import (
     rows_of,
 )
 from .gguf_file import write_gguf
-from .llama_decoding import Draft, generate_drafted, generate_plain, time_pass
-from .llama_engine import LlamaContext, LlamaModel, system_features
+from .llama_decoding import Context, Draft, generate_drafted, generate_plain, time_pass
 
 TARGET = "tiny-qwen3-moe"
 SEED = 0
@@ -103,7 +102,7 @@ def transformers_engine(setup: Setup, settings: dict[str, Any]) -> Engine:
     return Engine(TRANSFORMERS, PLAIN, decode)
 
 
-def plain_engine(name: str, context: LlamaContext, end_ids: list[int]) -> Engine:
+def plain_engine(name: str, context: Context, end_ids: list[int]) -> Engine:
     """llama.cpp's plain decoding."""
 
     def decode(prompt: Tensor) -> tuple[list[int], float]:
@@ -112,9 +111,7 @@ def plain_engine(name: str, context: LlamaContext, end_ids: list[int]) -> Engine
     return Engine(LLAMA, f"{PLAIN} {name}", decode)
 
 
-def drafted_engine(
-    target: LlamaContext, drafter: LlamaContext, draft: Draft, end_ids: list[int]
-) -> Engine:
+def drafted_engine(target: Context, drafter: Context, draft: Draft, end_ids: list[int]) -> Engine:
     """llama.cpp's decoding with chains of the drafter, which it verifies in one pass."""
 
     def decode(prompt: Tensor) -> tuple[list[int], float]:
@@ -179,7 +176,7 @@ def decode_timed(
 
 
 def natural_passes(
-    name: str, context: LlamaContext, prompts: list[Tensor], texts: list[list[int]]
+    name: str, context: Context, prompts: list[Tensor], texts: list[list[int]]
 ) -> list[Row]:
     """What passes of many rows cost llama.cpp, with the tokens that really follow the prompts."""
     rows = []
@@ -206,8 +203,10 @@ def natural_passes(
 
 def load_llama(
     setup: Setup, options: argparse.Namespace, opened: ExitStack
-) -> tuple[dict[str, LlamaContext], LlamaContext]:
+) -> tuple[dict[str, Context], Context]:
     """The target's contexts, by the name of their attention, and the drafter's."""
+    from .llama_engine import LlamaContext, LlamaModel  # here: all else runs without llama.cpp
+
     folder = Path(opened.enter_context(TemporaryDirectory(prefix="acceptmoe-gguf-")))
     drafter = load_bundled_drafter("assistant", TARGET, torch.bfloat16, options.factor)
     assert isinstance(drafter, AssistantDrafter)
@@ -217,7 +216,7 @@ def load_llama(
         write_gguf(path, model.config, model.state_dict())
         return opened.enter_context(LlamaModel(path))
 
-    def context(model: LlamaModel, flash_attention: bool) -> LlamaContext:
+    def context(model: LlamaModel, flash_attention: bool) -> Context:
         return opened.enter_context(
             LlamaContext(
                 model,
@@ -297,6 +296,12 @@ def parse_arm(text: str) -> tuple[str, Tree]:
     return policy, parse_tree(tree)
 
 
+def threads_sleep(environment: Mapping[str, str]) -> bool:
+    """Whether OpenMP's threads sleep as soon as they wait for another."""
+    is_passive = environment.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    return is_passive and "GOMP_SPINCOUNT" not in environment
+
+
 def parse_draft(text: str) -> Draft:
     """Lengths of chains and when they end before that, as "3" or "7:0.5"."""
     num_tokens, _, probability = text.partition(":")
@@ -331,6 +336,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     # As defaults argparse would append to them.
     options.arm = options.arm or [parse_arm(f"{DEFAULT_POLICY}@16")]
     options.draft = options.draft or [parse_draft(text) for text in DRAFTS]
+    if threads_sleep(os.environ):
+        parser.error(
+            "OMP_WAIT_POLICY is passive, which slows llama.cpp down by a quarter; unset it, or set "
+            "GOMP_SPINCOUNT=10000 besides on a shared machine"
+        )
     if options.prompts < 1 or options.rounds < 1:
         parser.error("--prompts and --rounds must be 1 or larger")
     options.experts = None if options.experts == "none" else options.experts
@@ -349,14 +359,19 @@ def main() -> None:
         sys.exit(str(error))
     show(rows, console)
     if options.out is not None:
-        settings = {
-            name: getattr(options, name)
-            for name in ("drafter", "experts", "compile", "factor", "prompts", "rounds", "threads")
-        }
-        settings["llama_cpp_python"] = version("llama-cpp-python")
-        settings["llama_cpp_features"] = system_features()
-        settings["omp_wait_policy"] = os.environ.get("OMP_WAIT_POLICY")
-        save_results(options.out, "peers", rows, seed=SEED, settings=settings)
+        save_results(options.out, "peers", rows, seed=SEED, settings=recorded_settings(options))
+
+
+def recorded_settings(options: argparse.Namespace) -> dict[str, Any]:
+    from .llama_engine import system_features
+
+    names = ("drafter", "experts", "compile", "factor", "prompts", "rounds", "threads")
+    return {
+        **{name: getattr(options, name) for name in names},
+        **{name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
+        "llama_cpp_python": version("llama-cpp-python"),
+        "llama_cpp_features": system_features(),
+    }
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-import torch  # noqa: F401  first, so that llama.cpp shares its OpenMP threads
 
 from .llama_decoding import Logits
 
