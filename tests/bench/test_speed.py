@@ -167,6 +167,7 @@ def timed(arm: str, phase: str, index: int, decode_s: float) -> Record:
         "arm": arm,
         "token_ids": [1] * 11,
         "decode_s": decode_s,
+        "num_first": 1,
         "call_s": 2 * decode_s,
         "num_passes": 2,
         "num_verified_tokens": 10,

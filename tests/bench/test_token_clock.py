@@ -25,6 +25,9 @@ def test_speed_leaves_out_what_the_prefill_gave() -> None:
     text = TimedText([1, 2, 3, 4, 5], decode_s=2.0, call_s=2.5)
     assert (text.tokens_per_s, text.call_tokens_per_s) == (2.0, 2.0)
     assert TimedText([1], decode_s=0.0, call_s=1.0).tokens_per_s is None
+    # Three came out with the prompt.
+    assert TimedText([1, 2, 3, 4, 5], 2.0, 2.5, num_first=3).tokens_per_s == 1.0
+    assert TimedText([1, 2], decode_s=0.1, call_s=1.0, num_first=2).tokens_per_s is None
 
 
 @pytest.mark.parametrize(

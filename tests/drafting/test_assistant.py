@@ -160,7 +160,7 @@ def assert_same_tree(tree: DraftTree, expected: dict[tuple[int, ...], float]) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tree_equals_the_sequential_best_first_tree(family: str) -> None:
     model = FAMILIES[family]()
-    drafter = AssistantDrafter(model)
+    drafter = AssistantDrafter(model, min_reach=0.0)
     text = random_text(13)
     start(drafter, text)
     for round_number in range(3):
@@ -177,7 +177,9 @@ def test_tree_equals_the_sequential_best_first_tree(family: str) -> None:
 
 @pytest.mark.parametrize(("num_children", "frontier"), [(1, 1), (1, 8), (3, 2), (50, 4)])
 def test_widths_are_obeyed(small_llama: PreTrainedModel, num_children: int, frontier: int) -> None:
-    drafter = AssistantDrafter(small_llama, num_children=num_children, frontier=frontier)
+    drafter = AssistantDrafter(
+        small_llama, min_reach=0.0, num_children=num_children, frontier=frontier
+    )
     text = random_text(9)
     tree = start(drafter, text).propose(20, 4)
     expected = sequential_tree(small_llama, text, 20, 4, num_children, frontier)
@@ -189,7 +191,7 @@ def test_widths_are_obeyed(small_llama: PreTrainedModel, num_children: int, fron
 def test_tree_keeps_its_limits(
     small_llama: PreTrainedModel, num_nodes: int, max_depth: int
 ) -> None:
-    drafter = start(AssistantDrafter(small_llama), random_text(6))
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), random_text(6))
     tree = drafter.propose(num_nodes, max_depth)
     assert tree.tokens[0] == random_text(6)[-1]
     assert tree.num_nodes <= num_nodes
@@ -216,7 +218,7 @@ def test_extended_drafter_equals_a_fresh_one(
     steps: list[tuple[int, int, list[int]]],
     prompt: list[int],
 ) -> None:
-    drafter = start(AssistantDrafter(small_llama), prompt)
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), prompt)
     text = list(prompt)
     for node, num_accepted, others in steps:
         tree = drafter.propose(16, 4)
@@ -224,12 +226,12 @@ def test_extended_drafter_equals_a_fresh_one(
         committed = [tree.tokens[step] for step in path] + others
         drafter.extend(committed, None)
         text += committed
-    fresh = start(AssistantDrafter(small_llama), text)
+    fresh = start(AssistantDrafter(small_llama, min_reach=0.0), text)
     assert_same_tree(drafter.propose(16, 4), paths(fresh.propose(16, 4)))
 
 
 def test_proposing_twice_gives_the_same_tree(small_llama: PreTrainedModel) -> None:
-    drafter = start(AssistantDrafter(small_llama), random_text(7))
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), random_text(7))
     first = drafter.propose(12, 3)
     assert_same_tree(drafter.propose(12, 3), paths(first))
 
@@ -239,7 +241,7 @@ def test_what_will_not_be_verified_is_not_expanded(
     small_llama: PreTrainedModel, min_probability: float
 ) -> None:
     """Above the floor the tree is the same, with fewer passes the higher the floor is."""
-    drafter = start(AssistantDrafter(small_llama), random_text(7))
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), random_text(7))
     whole = drafter.propose(24, 4)
     drafter.min_probability = min_probability
     tree = drafter.propose(24, 4)
@@ -249,6 +251,30 @@ def test_what_will_not_be_verified_is_not_expanded(
         assert drafter._num_cached + 1 >= drafter._cache.get_seq_length()  # no level was run
 
 
+def test_a_level_that_the_output_hardly_reaches_is_not_run(small_llama: PreTrainedModel) -> None:
+    """Each depth's nodes have this much path probability together: that decides."""
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), random_text(7))
+    whole = drafter.propose(33, 4)
+    reach = [0.0] * 5
+    for depth, probability in zip(whole.shape.depths, whole.path_probabilities, strict=True):
+        reach[depth] += probability
+    assert len({round(value, 4) for value in reach}) == 5 and whole.shape.max_depth == 4
+    for min_reach in (reach[1] / 2, reach[2] / 2, 1.0):
+        drafter = start(AssistantDrafter(small_llama, min_reach=min_reach), random_text(7))
+        tree = drafter.propose(33, 4)
+        # The children of the last level that was run are one deeper.
+        num_run = next(depth for depth in range(1, 5) if reach[depth] < min_reach) - 1
+        assert tree.shape.max_depth == num_run + 1
+
+
+@pytest.mark.parametrize("min_reach", [-0.1, 1.5, float("nan"), "0.3", True, None])
+def test_a_reach_that_is_no_probability_is_refused(
+    small_llama: PreTrainedModel, min_reach: object
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="min_reach is .* must be a probability from 0"):
+        AssistantDrafter(small_llama, min_reach=min_reach)
+
+
 def above_floor(tree: DraftTree, min_probability: float) -> DraftTree:
     return keep_nodes(
         tree, [n for n, p in enumerate(tree.path_probabilities) if p >= min_probability]
@@ -256,22 +282,22 @@ def above_floor(tree: DraftTree, min_probability: float) -> DraftTree:
 
 
 def test_start_forgets_the_text_before(small_llama: PreTrainedModel) -> None:
-    drafter = start(AssistantDrafter(small_llama), random_text(11, seed=1))
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), random_text(11, seed=1))
     drafter.propose(12, 3)
     text = random_text(7)
-    fresh = start(AssistantDrafter(small_llama), text)
+    fresh = start(AssistantDrafter(small_llama, min_reach=0.0), text)
     assert start(drafter, text).propose(12, 3) == fresh.propose(12, 3)
 
 
 def test_one_token_is_enough_of_a_text(small_llama: PreTrainedModel) -> None:
-    tree = start(AssistantDrafter(small_llama), [3]).propose(8, 2)
+    tree = start(AssistantDrafter(small_llama, min_reach=0.0), [3]).propose(8, 2)
     assert_same_tree(tree, sequential_tree(small_llama, [3], 8, 2))
 
 
 def test_drafted_tokens_that_were_committed_are_not_read_again(
     small_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = start(AssistantDrafter(small_llama), random_text(10))
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), random_text(10))
     tree = drafter.propose(24, 2)
     leaf = tree.shape.depths.index(2)
     drafter.extend([*(tree.tokens[node] for node in tree.shape.path(leaf)[1:]), 1], None)
@@ -289,7 +315,7 @@ def test_drafted_tokens_that_were_committed_are_not_read_again(
 
 
 def test_cache_never_outgrows_the_text_and_one_tree(small_llama: PreTrainedModel) -> None:
-    drafter = start(AssistantDrafter(small_llama, frontier=4), random_text(10))
+    drafter = start(AssistantDrafter(small_llama, min_reach=0.0, frontier=4), random_text(10))
     num_tokens = 10
     for step in range(6):
         tree = drafter.propose(16, 3)
@@ -306,7 +332,7 @@ def test_cache_never_outgrows_the_text_and_one_tree(small_llama: PreTrainedModel
 def test_assistant_equal_to_the_target_drafts_its_greedy_continuation_first(family: str) -> None:
     target = FAMILIES[family]()
     text = random_text(12)
-    drafter = start(AssistantDrafter(target), text)
+    drafter = start(AssistantDrafter(target, min_reach=0.0), text)
     drafter.check_target(target)
     tree = drafter.propose(24, 4)
     greedy = target.generate(torch.tensor([text]), max_new_tokens=4, do_sample=False)[
@@ -322,7 +348,7 @@ def test_assistant_equal_to_the_target_drafts_its_greedy_continuation_first(fami
 
 def test_drafting_leaves_the_assistant_as_it_was(small_llama: PreTrainedModel) -> None:
     before = {name: value.clone() for name, value in small_llama.state_dict().items()}
-    start(AssistantDrafter(small_llama), random_text(8)).propose(16, 3)
+    start(AssistantDrafter(small_llama, min_reach=0.0), random_text(8)).propose(16, 3)
     after = small_llama.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not small_llama.training
@@ -332,7 +358,7 @@ def test_drafting_leaves_the_assistant_as_it_was(small_llama: PreTrainedModel) -
 
 def test_half_precision_assistant_drafts_with_fp32_probabilities() -> None:
     model = llama().to(torch.bfloat16)
-    tree = start(AssistantDrafter(model), random_text(8)).propose(24, 3)
+    tree = start(AssistantDrafter(model, min_reach=0.0), random_text(8)).propose(24, 3)
     children = tree.shape.children[0]
     assert tree.num_nodes == 24
     # A softmax in bfloat16 would give at most three digits.
@@ -344,20 +370,20 @@ def test_continuations_of_zero_probability_are_left_out() -> None:
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.mul_(1e4)  # all but one token underflow
-    tree = start(AssistantDrafter(model), random_text(8)).propose(16, 3)
+    tree = start(AssistantDrafter(model, min_reach=0.0), random_text(8)).propose(16, 3)
     assert tree.num_nodes < 16
     assert min(tree.path_probabilities) > 0
 
 
 def test_assistant_keeps_the_protocol(small_llama: PreTrainedModel) -> None:
-    assert isinstance(AssistantDrafter(small_llama), Drafter)
+    assert isinstance(AssistantDrafter(small_llama, min_reach=0.0), Drafter)
 
 
 def test_logits_that_are_not_finite_are_reported() -> None:
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    drafter = start(AssistantDrafter(model), random_text(5))
+    drafter = start(AssistantDrafter(model, min_reach=0.0), random_text(5))
     message = r"LlamaForCausalLM \(torch.float32\) produced logits that are not finite; load it in"
     with pytest.raises(DrafterError, match=message):
         drafter.propose(8, 3)
@@ -365,11 +391,11 @@ def test_logits_that_are_not_finite_are_reported() -> None:
 
 def test_proposing_before_start_is_refused(small_llama: PreTrainedModel) -> None:
     with pytest.raises(DrafterError, match=r"no text to continue; call start\(prompt"):
-        AssistantDrafter(small_llama).propose(8, 3)
+        AssistantDrafter(small_llama, min_reach=0.0).propose(8, 3)
 
 
 def test_target_with_another_vocabulary_is_refused(small_llama: PreTrainedModel) -> None:
-    drafter = AssistantDrafter(small_llama)
+    drafter = AssistantDrafter(small_llama, min_reach=0.0)
     drafter.check_target(small_llama)
     message = (
         "LlamaForCausalLM has vocab_size 50 and the target LlamaForCausalLM has 64; they must share"
@@ -380,13 +406,13 @@ def test_target_with_another_vocabulary_is_refused(small_llama: PreTrainedModel)
 
 def test_assistant_put_into_training_mode_is_refused() -> None:
     model = llama()
-    drafter = AssistantDrafter(model)
+    drafter = AssistantDrafter(model, min_reach=0.0)
     model.train()
     message = r"LlamaForCausalLM is in training mode, .*; call .eval\(\) on it first"
     with pytest.raises(DrafterError, match=message):
         drafter.check_target(model)
     with pytest.raises(DrafterError, match=message):
-        AssistantDrafter(model)
+        AssistantDrafter(model, min_reach=0.0)
 
 
 class UncachedLlama(LlamaForCausalLM):

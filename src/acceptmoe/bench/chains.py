@@ -12,7 +12,9 @@ from acceptmoe.tree import DraftTree
 def chain_drafter(drafter: Drafter) -> Drafter:
     """A drafter of the same name and weights that proposes one path only."""
     if isinstance(drafter, AssistantDrafter):
-        return AssistantDrafter(drafter.model, num_children=1, frontier=1)
+        return AssistantDrafter(
+            drafter.model, num_children=1, frontier=1, min_reach=drafter.min_reach
+        )
     if isinstance(drafter, Eagle3Drafter):
         return Eagle3Drafter(drafter.head, topk=1)
     return LikeliestPath(drafter)

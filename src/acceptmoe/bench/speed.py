@@ -281,8 +281,8 @@ def best_arm(
 
 
 def tokens_per_s(record: Record) -> float | None:
-    """Decoding speed of one text; None where it has one token."""
-    num_decoded = len(record["token_ids"]) - 1
+    """Decoding speed of one text; None where all its tokens came out with the first."""
+    num_decoded = len(record["token_ids"]) - record["num_first"]
     return num_decoded / record["decode_s"] if num_decoded > 0 and record["decode_s"] > 0 else None
 
 

@@ -112,6 +112,7 @@ def record_of(name: ArmName, text: TimedText, report: dict[str, Any]) -> Record:
         "arm": str(name),
         "token_ids": text.token_ids,
         "decode_s": text.decode_s,
+        "num_first": text.num_first,
         "call_s": text.call_s,
         "num_passes": num_passes,
         "num_verified_tokens": report.get("num_verified_tokens", 0),

@@ -206,5 +206,5 @@ def guard_rows(settings: SpeedSettings, records: Sequence[Record]) -> list[Row]:
 def _pooled_speed(texts: dict[int, Record]) -> float | None:
     """Tokens over seconds of all texts together: what finding out has cost is in it."""
     seconds = sum(record["decode_s"] for record in texts.values())
-    num_decoded = sum(len(record["token_ids"]) - 1 for record in texts.values())
+    num_decoded = sum(len(r["token_ids"]) - r["num_first"] for r in texts.values())
     return num_decoded / seconds if seconds > 0 else None

@@ -14,16 +14,21 @@ from transformers.generation.streamers import BaseStreamer
 
 @dataclass(frozen=True)
 class TimedText:
-    """New tokens, seconds from the first to the last of them, and of the whole call."""
+    """New tokens, seconds from the first to the last of them, and of the whole call.
+
+    `num_first` tokens came out together at the beginning of `decode_s`: more than one where a draft
+    is verified with the prompt.
+    """
 
     token_ids: list[int]
     decode_s: float
     call_s: float
+    num_first: int = 1
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of decoding: tokens after the first, which the prefill gives; None without any."""
-        num_decoded = len(self.token_ids) - 1
+        """Of decoding: tokens after the first ones, which the prefill gives; None without any."""
+        num_decoded = len(self.token_ids) - self.num_first
         return num_decoded / self.decode_s if num_decoded > 0 and self.decode_s > 0 else None
 
     @property
@@ -33,10 +38,11 @@ class TimedText:
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
-    """A streamer that notes when it got the first and the last new token."""
+    """A streamer that notes when it got the first and the last new token, and how many at first."""
 
     def __init__(self) -> None:
         self.first_s = self.last_s = 0.0
+        self.num_first = 0
         self._num_puts = 0
 
     def put(self, value: Tensor) -> None:
@@ -44,6 +50,7 @@ class TokenClock(BaseStreamer):  # type: ignore[misc]
         self._num_puts += 1
         if self._num_puts == 2:  # the first is the prompt
             self.first_s = now
+            self.num_first = value.numel()
         self.last_s = now
 
     def end(self) -> None:
@@ -58,4 +65,5 @@ def generate_timed(model: PreTrainedModel, prompt: Tensor, **settings: Any) -> T
     if sequence.is_cuda:
         torch.cuda.synchronize()
     call_s = time.perf_counter() - start
-    return TimedText(sequence[0, prompt.shape[1] :].tolist(), clock.last_s - clock.first_s, call_s)
+    token_ids = sequence[0, prompt.shape[1] :].tolist()
+    return TimedText(token_ids, clock.last_s - clock.first_s, call_s, clock.num_first)

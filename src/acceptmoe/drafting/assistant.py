@@ -25,6 +25,8 @@ from acceptmoe.models.dense import LinearsMode, linears_for
 from acceptmoe.models.kv import find_cache_keyword, keep_path
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
+# A level of an assistant takes about as long as a third to a half of a token's whole share.
+DEFAULT_REACH = 0.4
 MAX_WIDTH = 1024  # far above any useful frontier; an absurd number is a caller's slip
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an additive 4-D mask
 FULL, SLIDING = "full_attention", "sliding_attention"  # layer types, as configs name them
@@ -38,6 +40,10 @@ class AssistantDrafter:
     path probability (the product of the assistant's softmax along the path, in fp32). Keys and
     values of committed tokens stay in the cache, those of drafted nodes only if committed.
 
+    A pass costs time and gains at most one token, so a level is run only if its nodes have a path
+    probability of `min_reach` or more together: that is how often the output comes by one of them.
+    0 drafts to the full depth.
+
     `model` is a decoder-only transformers model with the target's tokenizer, dense or sparse, the
     target itself included, in evaluation mode. Its device and dtype may differ from the target's,
     and nothing in it is changed.
@@ -48,13 +54,22 @@ class AssistantDrafter:
     name = "assistant"
     feature_boundaries: tuple[int, ...] = ()
 
-    def __init__(self, model: PreTrainedModel, *, num_children: int = 8, frontier: int = 8) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_children: int = 8,
+        frontier: int = 8,
+        min_reach: float = DEFAULT_REACH,
+    ) -> None:
         _check_width("num_children", num_children)
         _check_width("frontier", frontier)
+        _check_reach(min_reach)
         check_assistant(model)
         self.model = model
         self.num_children = num_children
         self.frontier = frontier
+        self.min_reach = float(min_reach)
         self.min_probability = 0.0  # see `Drafter`
         self._forward = _AssistantForward(model)
         self._forget([])
@@ -156,6 +171,8 @@ class AssistantDrafter:
             if width == 0:
                 break
             row_scores, chosen = scores.flatten().topk(width)
+            if row_scores.exp().sum() < self.min_reach:
+                break
             row_tokens = tokens.flatten()[chosen]
             expanded.append(chosen + level_starts[-1] * num_children)
             level_starts.append(num_rows)
@@ -397,6 +414,15 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 def _vocab_size(model: PreTrainedModel) -> int:
     return int(_text_config(model).vocab_size)
+
+
+def _check_reach(value: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise InvalidArgumentError(
+            f"min_reach is {value!r}; it must be a probability from 0, which drafts to the full "
+            f"depth, to 1 (the default is {DEFAULT_REACH})"
+        )
 
 
 def _check_width(name: str, value: int) -> None:
