@@ -32,13 +32,14 @@ def test_help_has_an_example(command: str) -> None:
 
 
 def test_quality_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "with its parents"
     arguments = (
         *("bench", "run", "quality", "--prompts", 1, "--rival-prompts", 1, "--task", "algebra"),
         *("--policy", "moe-spec:budget=2", "--drafter", "assistant", "--table", table_file),
-        *("--num-nodes", 8, "--max-depth", 3, "--audit", 1, "--out", tmp_path, *LIMITS),
+        *("--num-nodes", 8, "--max-depth", 3, "--audit", 1, "--out", out, *LIMITS),
     )
     content = run_json(*arguments)
-    assert content == json.loads((tmp_path / "quality.json").read_text())
+    assert content == json.loads((out / "quality.json").read_text())
     assert [row["policy"] for row in content["rows"]] == [
         "accept-depth", "accept", "natural", "moe-spec",
     ]  # fmt: skip
@@ -51,14 +52,12 @@ def test_quality_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_
     assert shown.exit_code == 0
     assert f"{bundled}, algebra" in shown.stdout
     assert "points from natural over 1 pairs" in shown.stdout
-    assert f"wrote {tmp_path / 'quality.json'}" in plain_text(shown)
+    assert f"wrote {out / 'quality.json'}" in plain_text(shown)
     other = run(*arguments, "--seed", 1)
     assert other.exit_code == 1
     assert "holds work with seed 0 and this run has 1" in plain_text(other)
     assert run(*arguments, "--seed", 1, "--fresh").exit_code == 0
-    assert (
-        run("bench", "compare", tmp_path / "quality.json", tmp_path / "quality.json").exit_code == 0
-    )
+    assert run("bench", "compare", out / "quality.json", out / "quality.json").exit_code == 0
 
 
 def test_speed_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_path: Path) -> None:
@@ -108,14 +107,15 @@ def test_compare_fails_when_a_row_got_worse(tmp_path: Path) -> None:
         (["run", "quality", "--prompts", 0], "Invalid value for '--prompts'"),
         (["run", "quality", "--task", "chess"], "task is 'chess'; it must be one of"),
         (["run", "quality", "--policy", "best"], "policy is 'best'; it must be one of"),
-        (["run", "quality", "--out", "no/such"], "no/such is no folder; make it first"),
+        (["run", "quality", "--out", "taken"], "taken cannot be made a folder: it is a file"),
+        (["run", "all", "--out", "taken/a"], "taken/a cannot be made a folder: Not a directory"),
         (["run", "speed", "--tree", "bush"], "tree is 'bush'; it must be a number of nodes"),
         (["run", "speed", "--dtype", "int8"], "dtype is 'int8'; it must be one of"),
-        (["run", "speed", "--out", "no/such"], "no/such is no folder; make it first"),
+        (["run", "speed", "--out", "taken"], "taken cannot be made a folder: it is a file"),
         (["run", "all", "--target", "big-moe"], "target is 'big-moe'; it must be one of"),
         (["run"], "Usage: acceptmoe bench run"),
         (["compare", "a.json", "b.json"], "a.json cannot be read"),
-        (["report", "no/such"], "no/such is no folder"),
+        (["report", "no/such"], "no/such is no folder; measure into it first"),
         (["report", "."], ". has neither quality.json nor speed.json"),
     ],
 )
@@ -127,6 +127,7 @@ def test_wrong_usage_is_refused_at_the_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
     result = run("bench", *arguments)
     assert result.exit_code == 2
     assert message in plain_text(result)

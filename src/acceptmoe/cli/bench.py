@@ -105,7 +105,10 @@ def report(
 ) -> None:
     """Make report.html, one page that needs no network, and the PNG files of its plots."""
     if not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is no folder", param_hint="FOLDER")
+        raise typer.BadParameter(
+            f"{folder} is no folder; measure into it first: acceptmoe bench run all --out {folder}",
+            param_hint="FOLDER",
+        )
     try:
         paths = write_report(folder)
     except InvalidArgumentError as error:
