@@ -61,6 +61,13 @@ class RoutingPolicy(ABC):
     def reads_table(self) -> bool:
         return self.reads_depths or self.reads_paths
 
+    def check_model(self, num_experts: int, experts_per_token: int) -> None:
+        """Raise `InvalidArgumentError` for settings that mean nothing for such a model.
+
+        `wrap` asks before it changes anything.
+        """
+        return None
+
     @abstractmethod
     def select(self, block: RoutedBlock) -> Selection:
         """The eligible experts of `block`; at least as many as a row is routed to."""
