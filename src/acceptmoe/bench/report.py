@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from acceptmoe.bench.intervals import interval_text
 from acceptmoe.bench.page import (
     Column,
     Figure,
@@ -141,8 +142,9 @@ def quality_claims(summary: dict[str, Any]) -> Iterable[tuple[str, bool]]:
     for claim in summary["accuracy"]:
         yield (
             f"{claim['policy']}: {claim['mean_difference_points']:+.2f} points from natural over "
-            f"{claim['num_pairs']} pairs of target and task (95 %: {claim['low_points']:+.2f} to "
-            f"{claim['high_points']:+.2f}); worst pair {', '.join(claim['worst_pair'])} at "
+            f"{claim['num_pairs']} pairs of target and task (95 %: "
+            f"{interval_text(claim['low_points'], claim['high_points'], '{:+.2f}')}); "
+            f"worst pair {', '.join(claim['worst_pair'])} at "
             f"{claim['worst_difference_points']:+.2f}.",
             True,
         )
@@ -210,7 +212,8 @@ def speed_claims(summary: Sequence[Row]) -> Iterable[tuple[str, bool]]:
             f"{claim['target']}: {claim['tokens_per_s']:.1f} tokens/s at {claim['num_nodes']} "
             "nodes; "
             + ", ".join(
-                f"{found['median']:.2f} times {name} ({found['low']:.2f} to {found['high']:.2f})"
+                f"{found['median']:.2f} times {name} "
+                f"({interval_text(found['low'], found['high'], '{:.2f}')})"
                 for name, found in ratios.items()
             )
             + ".",
@@ -225,7 +228,7 @@ def guard_claims(content: dict[str, Any]) -> Iterable[tuple[str, bool]]:
         if found is not None:
             yield (
                 f"{row['target']}: random drafts under the guard run at {found['median']:.2f} "
-                f"times plain decoding ({found['low']:.2f} to {found['high']:.2f}): "
+                f"times plain decoding ({interval_text(found['low'], found['high'], '{:.2f}')}): "
                 f"{row['guard_reason']}.",
                 found["median"] >= GUARD_GOAL,
             )

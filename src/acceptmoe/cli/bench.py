@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from acceptmoe.bench.compare import Comparison, compare_results
+from acceptmoe.bench.intervals import MIN_VALUES
 from acceptmoe.bench.policy_grid import setting_label
 from acceptmoe.bench.report import write_report
 from acceptmoe.cli.bench_run import run
@@ -40,7 +41,7 @@ def compare(
     """Compare two measurements row by row; exit with 1 when one got worse.
 
     A row is worse when the 95 % interval of its change lies below a loss of 1 point of accuracy or
-    5 % of tokens/s.
+    5 % of tokens/s. With too few prompts for an interval nothing is said.
     """
     try:
         found = compare_results(before, after)
@@ -70,6 +71,8 @@ def show(found: Comparison) -> None:
     output.print(table)
     for name, (old, new) in found.provenance.items():
         print_line(f"{name}: {old} before, {new} after", "dim")
+    if any(row["low"] is None for row in found.rows):
+        print_line(f"unknown: fewer than {MIN_VALUES} prompts, too few for an interval", "dim")
     if not found.is_paired:
         print_line("other seeds, other prompts: the intervals are wider than those of pairs", "dim")
     if found.num_only_before or found.num_only_after:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from acceptmoe.bench.intervals import interval_text
 from acceptmoe.bench.policy_grid import setting_label
 from acceptmoe.cli.console import output, print_line
 
@@ -46,7 +47,8 @@ def show_speed(content: dict[str, Any]) -> None:
         output.print(make_table(target, rows, SPEED_COLUMNS))
     for claim in content["summary"]:
         ratios = ", ".join(
-            f"{found['median']:.2f}x {name} ({found['low']:.2f} to {found['high']:.2f})"
+            f"{found['median']:.2f}x {name} "
+            f"({interval_text(found['low'], found['high'], '{:.2f}')})"
             for name, found in claim["ratios"].items()
             if found is not None
         )
@@ -69,8 +71,9 @@ def show_quality(content: dict[str, Any]) -> None:
     for claim in content["summary"]["accuracy"]:
         print_line(
             f"{claim['policy']}: {claim['mean_difference_points']:+.2f} points from natural over "
-            f"{claim['num_pairs']} pairs (95 %: {claim['low_points']:+.2f} to "
-            f"{claim['high_points']:+.2f}); worst pair {', '.join(claim['worst_pair'])} "
+            f"{claim['num_pairs']} pairs (95 %: "
+            f"{interval_text(claim['low_points'], claim['high_points'], '{:+.2f}')}); "
+            f"worst pair {', '.join(claim['worst_pair'])} "
             f"{claim['worst_difference_points']:+.2f}"
         )
     for claim in content["summary"]["default_against_paper"]:
