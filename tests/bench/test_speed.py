@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from acceptmoe import targets
+from acceptmoe.bench.policy_grid import ASSISTED, LOOKUP, PEERS, PLAIN
 from acceptmoe.bench.speed import (
     MeasurementError,
     SpeedSettings,
@@ -16,7 +17,7 @@ from acceptmoe.bench.speed import (
     final_arms,
     measure_speed,
 )
-from acceptmoe.bench.speed_arms import ASSISTED, LOOKUP, PEERS, PLAIN, ArmName, SpeedArms
+from acceptmoe.bench.speed_arms import ArmName, SpeedArms
 from acceptmoe.bench.speed_rows import guard_rows, speed_rows, summarise_speed, tuning_rows
 from acceptmoe.bench.work_file import Record
 from acceptmoe.bench.workloads import TUNING_SPLIT, Tree, chain, mixed_problems, parse_tree

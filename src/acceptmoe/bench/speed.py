@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acceptmoe.bench.policy_grid import NATURAL, speed_policies
+from acceptmoe.bench.policy_grid import NATURAL, PEERS, PLAIN, speed_policies
 from acceptmoe.bench.provenance import git_commit
 from acceptmoe.bench.setups import Setup, check_names, check_policies, load_setup, num_experts
-from acceptmoe.bench.speed_arms import GUARDED, PEERS, PLAIN, ArmName, SpeedArms
+from acceptmoe.bench.speed_arms import GUARDED, ArmName, SpeedArms
 from acceptmoe.bench.work_file import Record, WorkFile
 from acceptmoe.bench.workloads import (
     TEST_SPLIT,

@@ -12,9 +12,10 @@ from rich.table import Table
 
 from acceptmoe.bench.compare import Comparison, compare_results
 from acceptmoe.bench.intervals import MIN_VALUES
-from acceptmoe.bench.policy_grid import setting_label
+from acceptmoe.bench.policy_grid import label_lines, setting_label
 from acceptmoe.bench.report import write_report
 from acceptmoe.cli.bench_run import run
+from acceptmoe.cli.bench_tables import LABEL_WIDTH
 from acceptmoe.cli.console import (
     FAILED,
     output,
@@ -59,8 +60,8 @@ def compare(
 def show(found: Comparison) -> None:
     """A table of the common rows, and what may explain the differences."""
     is_quality = found.benchmark == "quality"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("row", overflow="fold")
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("row")
     change = "points" if is_quality else "ratio"
     for heading in ("before", "after", change, "from", "to", ""):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -86,7 +87,8 @@ def show(found: Comparison) -> None:
 def cells(row: dict[str, Any], is_quality: bool) -> list[str]:
     """One line of the table."""
     place = row["task"] if is_quality else row["num_nodes"] or "-"
-    name = f"{row['target']} {place} {setting_label(row['policy'], row['params'])}"
+    label = label_lines(setting_label(row["policy"], row["params"]), LABEL_WIDTH)
+    name = f"{row['target']} {place} {label}"
     change = row["difference_points"] if is_quality else row["ratio"]
     values, layout = (row["before"], row["after"]), "{:.1%}" if is_quality else "{:.1f}"
     layouts = (layout, layout, *(("{:+.2f}",) if is_quality else ("{:.2f}",)) * 3)
