@@ -84,7 +84,7 @@ def setting_label(policy: str, params: Mapping[str, Any]) -> str:
 
 
 def label_lines(label: str, width: int) -> str:
-    """A policy's label, on several lines where it is longer than `width`; no name is broken.
+    r"""A policy's label, on several lines where it is longer than `width`; no name is broken.
 
     >>> label_lines("accept:exponent=2,top=0,size=0.4", 21)
     'accept:exponent=2,\ntop=0,size=0.4'
