@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from acceptmoe.api import wrap
 from acceptmoe.bench.chains import chain_drafter
 from acceptmoe.bench.demo import twin_of
-from acceptmoe.bench.intervals import median_ratio_interval, quartiles
+from acceptmoe.bench.intervals import interval_text, median_ratio_interval, quartiles
 from acceptmoe.bench.results import save_results
 from acceptmoe.bench.setups import Setup, load_setup, num_experts
 from acceptmoe.bench.speed import DTYPES, WARM_UP_TOKENS, MeasurementError
@@ -340,7 +340,7 @@ def decide(rows: Sequence[Row]) -> Row:
         "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
         "low": low,
         "high": high,
-        "is_kept": low > 1.0,
+        "is_kept": low is not None and low > 1.0,
         # What a block of this cost must emit to be as cheap for a token as the natural tree is.
         "break_even_accepted_length": cost / natural["token_ms"],
         "accepted_length": confirm["accepted_length"],
@@ -403,7 +403,7 @@ def show(rows: Sequence[Row], decision: Row, console: Console) -> None:
 
 def verdict(decision: Row) -> str:
     """The decision in words."""
-    interval = f"95 % interval {decision['low']:.3f} to {decision['high']:.3f}"
+    interval = f"95 % interval: {interval_text(decision['low'], decision['high'], '{:.3f}')}"
     outcome = "it beats" if decision["is_kept"] else "it does not beat"
     return (
         f"Decision: {decision['confirm']} is {decision['ratio']:.3f} times as fast as "

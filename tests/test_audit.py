@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import acceptmoe
 from acceptmoe import InvalidArgumentError, UnsupportedGenerateError, WrapStateError
-from acceptmoe.audit import AuditReport, PromptAudit, audit_prompts
+from acceptmoe.audit import MIN_BLOCKS, AuditReport, PromptAudit, audit_prompts
 from passes import wrap_with_passes
 from tiny_models import NUM_LAYERS, VOCAB_SIZE, make_model
 
@@ -181,3 +181,15 @@ def test_an_audit_inside_generate_is_refused(wrapped: PreTrainedModel) -> None:
     ids = make_prompts()[0][None]
     with pytest.raises(WrapStateError, match="audit_prompts was called from inside a running gen"):
         wrapped.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
+
+
+def test_a_few_blocks_give_no_standard_errors(wrapped: PreTrainedModel) -> None:
+    prompts = make_prompts(1)
+    found = audit_prompts(wrapped, prompts, max_new_tokens=9, pad_token_id=0, share=1.0)
+    assert 2 <= found.audit.num_blocks < MIN_BLOCKS
+    parts = [found.audit, *found.audit.by_depth, *found.audit.by_layer]
+    errors = [value for part in parts for name, value in vars(part).items() if name.endswith("_se")]
+    assert set(errors) == {None}
+    assert found.report["audit"]["kl_se"] is None
+    assert found.report["audit"]["by_layer"][0]["rows_moved_se"] is None
+    assert found.audit.kl is not None

@@ -123,6 +123,15 @@ class TestArguments:
         text = f"policy is {value!r}; it must be one of accept, accept-depth, "
         check_wrap_refuses(model, InvalidArgumentError, text, policy=value)
 
+    @pytest.mark.parametrize("policy", ["moe-spec:budget=1", "moe-spec:budget=9", "s2:size=1000"])
+    def test_a_set_that_the_layers_cannot_have(self, model: PreTrainedModel, policy: str) -> None:
+        name, _, value = policy.partition(":")[2].partition("=")
+        text = (
+            f"{name} is {value}; this model routes each token to 2 of 8 experts, so it must be "
+            "from 2 to 8"
+        )
+        check_wrap_refuses(model, InvalidArgumentError, text, policy=policy)
+
     @pytest.mark.parametrize("value", [-0.5, 16.5, float("nan"), float("inf"), True, "0.5", None])
     def test_an_absurd_exponent(self, value: Any) -> None:
         for make, name in (

@@ -107,7 +107,7 @@ def wrap(
         UnsupportedModelError: The model's family or configuration cannot be verified as a tree.
         TableError: The table is missing, damaged, or made for something else.
         DrafterError: The drafter does not fit the target.
-        InvalidArgumentError: A number or name is out of range.
+        InvalidArgumentError: A number or name is out of range, or means nothing for this model.
         WrapStateError: The model is wrapped already.
         SelfCheckError: The routers could not be recomputed exactly.
         KernelBuildError: `experts` asks for kernels that cannot be compiled here.
@@ -123,6 +123,7 @@ def wrap(
     if not isinstance(guard, bool):
         raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
     chosen_policy = load_policy(policy)
+    chosen_policy.check_model(adapter.num_experts, adapter.experts_per_token)
     chosen_drafter = load_drafter(drafter)
     with turns_of(chosen_drafter).taken("wrap"):  # another model may be drafting with it
         chosen_drafter.check_target(model)

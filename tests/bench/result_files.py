@@ -32,6 +32,8 @@ def quality_row(policy: str, answers: str, *, task: str = "algebra", **more: Any
         "experts_used": 20.0,
         "num_experts": 64,
         "same_as_natural": 0.9,
+        "num_prompts_by_trees": len(answers),
+        "nodes_per_verification": 25.5,
         "answers": answers,
         **more,
     }

@@ -49,8 +49,8 @@ def test_a_certain_loss_is_worse(tmp_path: Path) -> None:
 
 
 def test_speeds_are_compared_as_ratios_of_the_same_prompts(tmp_path: Path) -> None:
-    before = save_speed(tmp_path / "a.json", [speed_row("natural", [10.0, 40.0, None, 20.0])])
-    after = save_speed(tmp_path / "b.json", [speed_row("natural", [20.0, 80.0, 5.0, 40.0])])
+    before = save_speed(tmp_path / "a.json", [speed_row("natural", [10.0, 40.0, None, 20.0] * 2)])
+    after = save_speed(tmp_path / "b.json", [speed_row("natural", [20.0, 80.0, 5.0, 40.0] * 2)])
     (row,) = compare_results(before, after).rows
     assert (row["ratio"], row["low"], row["high"], row["verdict"]) == (2.0, 2.0, 2.0, "better")
     (back,) = compare_results(after, before).rows
@@ -60,7 +60,20 @@ def test_speeds_are_compared_as_ratios_of_the_same_prompts(tmp_path: Path) -> No
 def test_a_row_without_speeds_is_no_change(tmp_path: Path) -> None:
     path = save_speed(tmp_path / "a.json", [speed_row("natural", [None])])
     (row,) = compare_results(path, path).rows
-    assert (row["ratio"], row["verdict"]) == (None, "same")
+    assert (row["ratio"], row["verdict"]) == (None, "unknown")
+
+
+def test_a_few_prompts_make_nothing_worse(tmp_path: Path) -> None:
+    before = save_quality(tmp_path / "a.json", [quality_row("accept", "1111")])
+    after = save_quality(tmp_path / "b.json", [quality_row("accept", "0000")])
+    found = compare_results(before, after)
+    (row,) = found.rows
+    assert (row["difference_points"], row["low"], row["high"]) == (-100.0, None, None)
+    assert (row["verdict"], found.num_worse) == ("unknown", 0)
+    before = save_speed(tmp_path / "c.json", [speed_row("natural", [30.0])])
+    after = save_speed(tmp_path / "d.json", [speed_row("natural", [10.0])])
+    (row,) = compare_results(before, after).rows
+    assert (row["ratio"], row["low"], row["verdict"]) == (pytest.approx(1 / 3), None, "unknown")
 
 
 def test_small_changes_are_none() -> None:
@@ -68,6 +81,8 @@ def test_small_changes_are_none() -> None:
     assert verdict(-3.0, -1.1, 1.0) == "worse"
     assert verdict(-3.0, 4.0, 1.0) == "same"
     assert verdict(1.1, 4.0, 1.0) == "better"
+    assert verdict(0.9, 0.94, 0.05, unchanged=1.0) == "worse"
+    assert verdict(None, None, 1.0) == "unknown"
 
 
 def test_rows_are_told_apart_by_policy_and_settings() -> None:

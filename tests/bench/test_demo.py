@@ -15,6 +15,7 @@ from acceptmoe.bench.demo import (
     accuracy,
     compare_distributions,
     decode_timed,
+    have_ended,
     make_arms,
     measure_fidelity,
     run_demo,
@@ -152,6 +153,10 @@ def test_accuracy_needs_the_right_answer_and_an_end(bundled: str) -> None:
     wrong = tokenizer("Answer: 123456")["input_ids"]
     found = accuracy([problem] * 4, tokenizer, [[*right, end], right, [*wrong, end], []], [end])
     assert found == 0.25
+
+
+def test_texts_without_an_end_were_cut_off() -> None:
+    assert have_ended([[5, 9], [9, 5], []], [9]) == [True, False, False]
 
 
 def test_end_tokens_come_from_the_model_before_the_tokenizer(bundled: str) -> None:

@@ -9,11 +9,23 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 from result_files import quality_row, save_quality, save_speed, speed_row
 
 from acceptmoe.bench.page import Column, bullets, table
-from acceptmoe.bench.plots import COLOURS, MissingPlotExtraError, curves, row_label, speed_label
-from acceptmoe.bench.report import write_report
+from acceptmoe.bench.plots import (
+    COLOURS,
+    MissingPlotExtraError,
+    curves,
+    make_figure,
+    plot_accuracy,
+    plot_kl,
+    plot_lengths,
+    plot_speed,
+    row_label,
+    speed_label,
+)
+from acceptmoe.bench.report import prompts_behind, write_report
 from acceptmoe.errors import InvalidArgumentError
 
 
@@ -93,6 +105,9 @@ def test_the_page_says_what_the_files_say(folder: Path) -> None:
         "0.98 times plain decoding (0.97 to 0.99): drafting does not pay.",
         "moe-spec:budget=8",
         "75.0%",
+        "Each point stands on 4 prompts a task.",
+        "by trees</th>",
+        "<td>25.5</td>",
         "accept, 32 nodes",
     ):
         assert found in text
@@ -128,6 +143,39 @@ def test_labels_name_settings_and_trees() -> None:
     row = {"policy": "natural", "num_nodes": 6, "is_chain": True}
     assert speed_label(row) == "natural, chain of 6"
     assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_captions_say_how_many_prompts_are_behind_the_points() -> None:
+    rows = [
+        quality_row("natural", "1111", num_prompts_by_trees=2),
+        quality_row("accept", "1110"),
+        quality_row("moe-spec", "11", params={"budget": 8}),
+    ]
+    assert prompts_behind(rows) == (
+        "The points of accept stand on 4 prompts a task, all others on the first 2 of them."
+    )
+    rows[2]["num_prompts_by_trees"] = 3
+    assert "all others on the first 2 to 3 of them" in prompts_behind(rows)
+
+
+def test_every_label_is_inside_its_figure() -> None:
+    settings = {"exponent": 16.0, "top": 0, "size": 1e-6, "min_commitment": 0.15}
+    rows = [quality_row("accept", "1", params=settings), quality_row("natural", "1")]
+    speeds = [speed_row("transformers-prompt-lookup", [20.0], None), speed_row("accept", [1000.0])]
+    plots = (plot_kl(rows), plot_accuracy(rows), plot_lengths(rows), plot_speed(speeds))
+    for plot in plots:
+        figure = make_figure(plot, "tiny-qwen3-moe", 2)
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        width, height = figure.bbox.size
+        labels = (axes.xaxis.label, axes.yaxis.label, axes._left_title)
+        for text in filter(Text.get_text, labels):
+            box = text.get_window_extent()
+            assert min(box.x0, box.y0) >= -1, text  # a pixel of rounding
+            assert box.x1 <= width + 1, text
+            assert box.y1 <= height + 1, text
+        for text in axes.get_yticklabels():  # those outside the limits are not drawn
+            assert text.get_window_extent().x0 >= -1, text
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

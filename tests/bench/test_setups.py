@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from acceptmoe.bench.chains import chain_drafter
-from acceptmoe.bench.setups import load_setup, num_experts
+from acceptmoe.bench.policy_grid import rival_policies, speed_policies
+from acceptmoe.bench.setups import check_policies, load_setup, num_experts
 from acceptmoe.drafting import Eagle3Drafter
 from acceptmoe.errors import InvalidArgumentError, TableError
 
@@ -28,6 +29,17 @@ def test_a_bundled_head_can_be_widened() -> None:
     chain = chain_drafter(setup.drafter)
     assert isinstance(chain, Eagle3Drafter)
     assert (chain.name, chain.topk) == ("eagle3", 1)
+
+
+@pytest.mark.parametrize("target", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-gpt-oss"])
+def test_the_grids_mean_something_for_every_bundled_target(target: str) -> None:
+    experts = num_experts(target)
+    check_policies({*rival_policies(experts), *speed_policies(experts)}, [target])
+
+
+def test_a_policy_that_means_nothing_for_a_target_is_refused(bundled: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="oea:top=3 on random-moe: top is 3; this"):
+        check_policies(["oea:top=2", "oea:top=3"], [bundled])
 
 
 def test_what_is_unknown_is_refused_by_name(bundled: str) -> None:

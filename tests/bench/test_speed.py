@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from acceptmoe import targets
+from acceptmoe.bench.policy_grid import ASSISTED, LOOKUP, PEERS, PLAIN
 from acceptmoe.bench.speed import (
     MeasurementError,
     SpeedSettings,
@@ -16,7 +17,7 @@ from acceptmoe.bench.speed import (
     final_arms,
     measure_speed,
 )
-from acceptmoe.bench.speed_arms import ASSISTED, LOOKUP, PEERS, PLAIN, ArmName, SpeedArms
+from acceptmoe.bench.speed_arms import ArmName, SpeedArms
 from acceptmoe.bench.speed_rows import guard_rows, speed_rows, summarise_speed, tuning_rows
 from acceptmoe.bench.work_file import Record
 from acceptmoe.bench.workloads import TUNING_SPLIT, Tree, chain, mixed_problems, parse_tree
@@ -133,7 +134,7 @@ def test_rows_have_speeds_counts_and_ratios(settings: SpeedSettings, records: li
         assert row["num_prompts"] == 2
         assert row["num_experts"] == 8
     plain = rows[0]
-    assert plain["ratios"][PLAIN] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert plain["ratios"][PLAIN] == {"median": 1.0, "low": None, "high": None}
     assert (plain["num_nodes"], plain["accepted_length"], plain["drafter"]) == (None, None, None)
     natural = [row for row in rows if row["policy"] == "natural"]
     assert {row["num_nodes"] for row in natural} >= {32, 64}
@@ -150,7 +151,7 @@ def test_rows_have_speeds_counts_and_ratios(settings: SpeedSettings, records: li
 def test_a_guard_keeps_useless_drafts_off(settings: SpeedSettings, records: list[Record]) -> None:
     (row,) = guard_rows(settings, records)
     assert (row["num_prompts"], row["same_as_natural"]) == (2, 1.0)
-    assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+    assert row["ratio"]["median"] > 0
     assert row["tokens_per_s"] > 0
     assert row["guard_state"] in ("measuring", "plain", "speculating")
     assert row["guard_reason"]
@@ -192,7 +193,8 @@ def test_the_best_tree_is_chosen_on_tuning_prompts_alone(settings: SpeedSettings
 def test_ratios_pair_the_prompts(settings: SpeedSettings) -> None:
     arms = [*PEERS, "natural chain:3", "natural 32:5", "natural 64:5"]
     records = [timed(f"{policy} chain:3", "tuning", 0, 1.0) for policy in settings.policies or ()]
-    for index, seconds in enumerate((1.0, 10.0)):
+    settings = dataclasses.replace(settings, num_prompts=5)
+    for index, seconds in enumerate((1.0, 10.0, 2.0, 5.0, 3.0)):
         records += [timed(arm, "test", index, seconds) for arm in arms]
         records.append(timed(f"{DEFAULT_POLICY} chain:3", "test", index, seconds / 2))
     (claim,) = summarise_speed(speed_rows(settings, records))

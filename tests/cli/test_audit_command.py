@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from acceptmoe.audit import AuditReport, DepthAudit
 from acceptmoe.cli import app
+from acceptmoe.cli.audit import audit_warnings
 from acceptmoe.cli.prompts import read_prompts
+from acceptmoe.policies import load_policy
 from acceptmoe.targets.tasks import problems
 from random_target import TARGET
 
@@ -49,10 +53,12 @@ def test_json_has_the_audit_in_the_report(bundled: str, prompts: Path) -> None:
     found = run_json("--target", bundled, "--prompts", prompts, *HARSH, *SMALL)
     assert set(found) == {
         *("target", "num_prompts", "report", "max_kl", "is_above_max_kl", "compare", "provenance"),
+        "warnings",
     }
     assert found["target"] == bundled
     assert found["num_prompts"] == 3  # the repeated and the empty line do not count
     assert found["compare"] is None
+    assert found["warnings"] == []
     report = found["report"]
     audit = report["audit"]
     assert audit["num_blocks"] == report["num_verifications"] > 0
@@ -109,6 +115,28 @@ def test_a_kl_above_the_limit_exits_1_after_the_results(bundled: str, prompts: P
     assert found.exit_code == 1
     assert json.loads(found.stdout)["is_above_max_kl"] is True
     assert run(*arguments[:-1], "1000").exit_code == 0
+
+
+def test_a_kl_of_roots_alone_is_said_to_mean_nothing(
+    bundled: str, table_file: Path, prompts: Path
+) -> None:
+    # Only rows that lost nothing are accepted, and no row but the root keeps its experts.
+    policy = "accept:exponent=16,top=0,size=1e-6,max_lost=0,max_lost_unsure=0"
+    arguments = ("--target", bundled, "--prompts", prompts, "--table", table_file, *SMALL)
+    shown = run(*arguments, "--policy", policy, "--max-kl", 0.1, "--json")
+    assert shown.exit_code == 0
+    found = json.loads(shown.stdout)
+    assert found["report"]["accepted_length"] == 1.0
+    (warning,) = found["warnings"]
+    assert "no emitted token came from a restricted row" in warning
+    assert "the KL is 0 by construction" in plain_text(shown)
+    nothing = (None,) * 6
+    by_depth = (DepthAudit(0, 9, *nothing), DepthAudit(1, 1, *nothing))
+    committed = AuditReport(9, 10, *(None,) * 8, by_depth=by_depth, by_layer=())
+    assert audit_warnings(load_policy("accept"), committed) == []
+    roots = dataclasses.replace(committed, by_depth=by_depth[:1])
+    assert len(audit_warnings(load_policy("accept"), roots)) == 1
+    assert audit_warnings(load_policy("oea:top=2"), roots) == []  # it restricts roots too
 
 
 def test_bundled_prompts_are_those_of_the_test_split() -> None:

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from test_commands import plain_text, run, run_json
 
+from acceptmoe.bench.policy_grid import setting_label
 from acceptmoe.bench.results import load_results
+from acceptmoe.cli.bench_tables import QUALITY_COLUMNS, make_table
 
 QUALITY_KEYS = (
     *("target", "task", "policy", "params", "num_prompts", "accuracy", "accuracy_natural", "kl"),
@@ -32,13 +35,14 @@ def test_help_has_an_example(command: str) -> None:
 
 
 def test_quality_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "with its parents"
     arguments = (
         *("bench", "run", "quality", "--prompts", 1, "--rival-prompts", 1, "--task", "algebra"),
         *("--policy", "moe-spec:budget=2", "--drafter", "assistant", "--table", table_file),
-        *("--num-nodes", 8, "--max-depth", 3, "--audit", 1, "--out", tmp_path, *LIMITS),
+        *("--num-nodes", 8, "--max-depth", 3, "--audit", 1, "--out", out, *LIMITS),
     )
     content = run_json(*arguments)
-    assert content == json.loads((tmp_path / "quality.json").read_text())
+    assert content == json.loads((out / "quality.json").read_text())
     assert [row["policy"] for row in content["rows"]] == [
         "accept-depth", "accept", "natural", "moe-spec",
     ]  # fmt: skip
@@ -51,14 +55,14 @@ def test_quality_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_
     assert shown.exit_code == 0
     assert f"{bundled}, algebra" in shown.stdout
     assert "points from natural over 1 pairs" in shown.stdout
-    assert f"wrote {tmp_path / 'quality.json'}" in plain_text(shown)
+    assert "too few prompts for an interval" in plain_text(shown)
+    assert "by trees: those behind the columns to the right" in plain_text(shown)
+    assert f"wrote {out / 'quality.json'}" in plain_text(shown)
     other = run(*arguments, "--seed", 1)
     assert other.exit_code == 1
     assert "holds work with seed 0 and this run has 1" in plain_text(other)
     assert run(*arguments, "--seed", 1, "--fresh").exit_code == 0
-    assert (
-        run("bench", "compare", tmp_path / "quality.json", tmp_path / "quality.json").exit_code == 0
-    )
+    assert run("bench", "compare", out / "quality.json", out / "quality.json").exit_code == 0
 
 
 def test_speed_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_path: Path) -> None:
@@ -80,6 +84,33 @@ def test_speed_writes_rows_and_shows_them(bundled: str, table_file: Path, tmp_pa
     assert shown.exit_code == 0
     assert "the default at 3 nodes" in shown.stdout
     assert "random drafts under the guard" in shown.stdout
+    assert {"transformers-prompt-lookup", "transformers-generate"} <= set(shown.stdout.split())
+
+
+def test_tables_fit_and_break_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    widest = {
+        **{"num_prompts": 500, "accuracy": 1.0, "difference_points": -10.0, "kl": 0.12345},
+        **{"difference_low_points": -20.0, "difference_high_points": 10.0},
+        **{"num_prompts_by_trees": 500, "accepted_length": 4.5, "experts_used": 41.9},
+        **{"nodes_per_verification": 31.9},
+    }
+    rows = [
+        {"policy": "accept-depth", "params": {}, **widest},
+        {"policy": "accept", "params": {"size": 0.1, "min_commitment": 0.15}, **widest},
+    ]
+    console = Console(width=80)
+    console.print(make_table("title", rows, QUALITY_COLUMNS))
+    lines = capsys.readouterr().out.splitlines()
+    first = [line.split()[0] for line in lines[-4:] if line.strip()]
+    assert first[-3:] == ["accept-depth", "accept:size=0.1,", "min_commitment=0.15"]
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    assert "-10.00 -20.0 +10.0   500 0.12345 4.50 31.9 41.9" in lines[-3]
+
+
+def test_peers_are_named_without_their_one_setting() -> None:
+    params = {"prompt_lookup_num_tokens": 10}
+    assert setting_label("transformers-prompt-lookup", params) == "transformers-prompt-lookup"
 
 
 def test_compare_fails_when_a_row_got_worse(tmp_path: Path) -> None:
@@ -108,14 +139,15 @@ def test_compare_fails_when_a_row_got_worse(tmp_path: Path) -> None:
         (["run", "quality", "--prompts", 0], "Invalid value for '--prompts'"),
         (["run", "quality", "--task", "chess"], "task is 'chess'; it must be one of"),
         (["run", "quality", "--policy", "best"], "policy is 'best'; it must be one of"),
-        (["run", "quality", "--out", "no/such"], "no/such is no folder; make it first"),
+        (["run", "quality", "--out", "taken"], "taken cannot be made a folder: it is a file"),
+        (["run", "all", "--out", "taken/a"], "taken/a cannot be made a folder: Not a directory"),
         (["run", "speed", "--tree", "bush"], "tree is 'bush'; it must be a number of nodes"),
         (["run", "speed", "--dtype", "int8"], "dtype is 'int8'; it must be one of"),
-        (["run", "speed", "--out", "no/such"], "no/such is no folder; make it first"),
+        (["run", "speed", "--out", "taken"], "taken cannot be made a folder: it is a file"),
         (["run", "all", "--target", "big-moe"], "target is 'big-moe'; it must be one of"),
         (["run"], "Usage: acceptmoe bench run"),
         (["compare", "a.json", "b.json"], "a.json cannot be read"),
-        (["report", "no/such"], "no/such is no folder"),
+        (["report", "no/such"], "no/such is no folder; measure into it first"),
         (["report", "."], ". has neither quality.json nor speed.json"),
     ],
 )
@@ -127,6 +159,7 @@ def test_wrong_usage_is_refused_at_the_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
     result = run("bench", *arguments)
     assert result.exit_code == 2
     assert message in plain_text(result)

@@ -30,6 +30,7 @@ ROW_KEYS = (
     "num_prompts",
     "tokens_per_s",
     "accepted_length",
+    "nodes_per_verification",
     "natural_union",
     "eligible",
     "experts_used",
@@ -38,6 +39,7 @@ ROW_KEYS = (
     "top1",
     "kl",
     "accuracy",
+    "num_cut_off",
 )
 
 
@@ -150,7 +152,7 @@ def test_generate_takes_a_checkpoint_folder(checkpoints: Path) -> None:
 
 
 def test_calibrate_writes_a_table_that_generate_takes(bundled: str, tmp_path: Path) -> None:
-    table, prompts = tmp_path / "made.json", tmp_path / "prompts.txt"
+    table, prompts = tmp_path / "new" / "folder" / "made.json", tmp_path / "prompts.txt"
     prompts.write_text("abc abc abc\n\nhello hello\nabc abc abc\nx = 1; x = 1;\n12 12 12\n")
     arguments = ("calibrate", "--target", bundled, "--drafter", "assistant", "--out", table)
     shown = run(*arguments, "--prompts", prompts, "--max-new-tokens", 16, *SMALL_TREE)
@@ -210,8 +212,11 @@ def test_demo_json_has_one_row_a_mode(bundled: str, table_file: Path) -> None:
     assert natural["natural_union"] == natural["experts_used"]
     for row in restricted:
         assert row["experts_used"] <= row["eligible"] <= row["num_experts"]
+    for row in (natural, *restricted):
+        assert 1 < row["nodes_per_verification"] <= 8
     for row in found["rows"]:
         assert (row["target"], row["num_prompts"]) == (bundled, 2)
+        assert row["num_cut_off"] == 2  # the random target seldom ends a text
         assert row["tokens_per_s"] > 0
     facts = found["provenance"]
     assert {"git_commit", "torch", "transformers", "python", "cpu", "command", "date"} <= set(facts)
@@ -234,7 +239,12 @@ def test_demo_shows_every_mode_within_80_columns(bundled: str, table_file: Path)
     for mode in ("autoregressive", "natural", "accept-depth", "accept"):
         assert any(line.startswith(f"{mode} ") for line in shown.stdout.splitlines())
     assert "…" not in shown.stdout
+    assert max(map(len, shown.stdout.partition("Of 2 texts")[0].splitlines())) <= 80
     assert "natural is lossless" in plain_text(shown)
+    assert (
+        "Of 2 texts cut off before their end by --max-new-tokens 12, and so not correct: "
+        "autoregressive 2, natural 2, accept-depth 2, accept 2."
+    ) in plain_text(shown)
 
 
 # Errors
@@ -257,7 +267,10 @@ def test_demo_shows_every_mode_within_80_columns(bundled: str, table_file: Path)
         (["demo", "--prompts", "0"], "Invalid value for '--prompts'"),
         (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
         (["calibrate", "--target", TARGET], "Missing option '--out'"),
-        (["calibrate", "--target", TARGET, "--out", "no/where.json"], "folder no does not exist"),
+        (
+            ["calibrate", "--target", TARGET, "--out", "/dev/null/table.json"],
+            "/dev/null cannot be made a folder: File exists",
+        ),
         (["calibrate", "--target", TARGET, "--out", "/"], "/ is a folder; give a file"),
         (
             ["calibrate", "--target", TARGET, "--out", "t.json", "--prompts", "chess"],

@@ -249,6 +249,28 @@ def test_bad_settings_are_refused(spec, message):
         load_policy(spec)
 
 
+@pytest.mark.parametrize(
+    ("spec", "refused", "allowed"),
+    [
+        ("moe-spec:budget={}", (7, 65, 1000), (8, 64)),
+        ("xshare:size={}", (7, 65), (8, 64)),
+        ("s2:size={}", (7, 65), (8, 64)),
+        ("oea:top={}", (9, 100), (1, 8)),
+        ("accept:top={}", (), (0, 100)),  # more than all of a row's own are all of them
+        ("lynx:drop={}", (), (0.9,)),
+    ],
+)
+def test_settings_that_mean_nothing_for_a_model_are_refused(spec, refused, allowed):
+    for value in allowed:
+        load_policy(spec.format(value)).check_model(64, 8)
+    for value in refused:
+        policy = load_policy(spec.format(value))
+        with pytest.raises(
+            InvalidArgumentError, match=f"is {value}; this model routes each .* to 8"
+        ):
+            policy.check_model(64, 8)
+
+
 @pytest.mark.parametrize("value", [-0.5, 17, 10**400, math.nan, math.inf, True, "0.5", None])
 def test_absurd_exponents_are_refused(value):
     with pytest.raises(InvalidArgumentError, match=r"exponent is .*; it must be"):

@@ -22,7 +22,6 @@ from tiny_models import VOCAB_SIZE, make_model
 NUM_TOKENS = 45
 PROMPT = torch.randint(VOCAB_SIZE, (1, 7), generator=torch.Generator().manual_seed(5))
 # The fewest experts that rows can be routed to: its passes are wrong often.
-HARSH = "moe-spec:budget=1"
 
 
 @torch.no_grad()
@@ -42,7 +41,8 @@ def plain(model: PreTrainedModel, prompt: torch.Tensor, **settings) -> list[int]
 
 
 def wrapped(model: PreTrainedModel, drafter: Drafter, **keywords) -> PreTrainedModel:
-    settings = {"policy": HARSH, "num_nodes": 11, "max_depth": 4, **keywords}
+    harsh = f"moe-spec:budget={model.config.num_experts_per_tok}"
+    settings = {"policy": harsh, "num_nodes": 11, "max_depth": 4, **keywords}
     return acceptmoe.wrap(model, drafter=drafter, **settings)
 
 

@@ -16,7 +16,7 @@ from acceptmoe.errors import InvalidArgumentError
 ACCURACY_TOLERANCE_POINTS = 1.0
 SPEED_TOLERANCE = 0.05
 
-Verdict = Literal["better", "worse", "same"]
+Verdict = Literal["better", "worse", "same", "unknown"]
 # Different versions or machines explain a difference before the code does.
 WATCHED = ("acceptmoe", "git_commit", "torch", "transformers", "cpu", "gpu", "num_threads", "seed")
 
@@ -117,7 +117,7 @@ def speed_change(before: Row, after: Row, is_paired: bool) -> Row:
         "same_as_natural_after": after["same_as_natural"],
     }
     if not old or not new:
-        return row | {"ratio": None, "low": None, "high": None, "verdict": "same"}
+        return row | {"ratio": None, "low": None, "high": None, "verdict": "unknown"}
     low, high = median_ratio_interval(new, old, is_paired=is_paired)
     ratio = statistics.median(new) / statistics.median(old)
     if is_paired:
@@ -126,7 +126,7 @@ def speed_change(before: Row, after: Row, is_paired: bool) -> Row:
         "ratio": ratio,
         "low": low,
         "high": high,
-        "verdict": verdict(low - 1, high - 1, SPEED_TOLERANCE),
+        "verdict": verdict(low, high, SPEED_TOLERANCE, unchanged=1.0),
     }
 
 
@@ -144,11 +144,18 @@ def _known(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def verdict(low: float, high: float, tolerance: float) -> Verdict:
-    """Whether a change, whose interval is given, is certain and larger than `tolerance`."""
-    if high < -tolerance:
+def verdict(
+    low: float | None, high: float | None, tolerance: float, *, unchanged: float = 0.0
+) -> Verdict:
+    """Whether a change, whose interval is given, is certain and larger than `tolerance`.
+
+    `unchanged` is the value of no change. Without an interval nothing is certain.
+    """
+    if low is None or high is None:
+        return "unknown"
+    if high - unchanged < -tolerance:
         return "worse"
-    return "better" if low > tolerance else "same"
+    return "better" if low - unchanged > tolerance else "same"
 
 
 def _identity(benchmark: str, row: Row) -> Row:

@@ -151,7 +151,11 @@ def run_demo(
         "num_experts": arms[-1].report["num_experts"],
     }
     return [
-        make_row(arm, arms[0].outputs, common, accuracy(problems, tokenizer, arm.outputs, end_ids))
+        {
+            **make_row(arm, arms[0].outputs, common),
+            "accuracy": accuracy(problems, tokenizer, arm.outputs, end_ids),
+            "num_cut_off": have_ended(arm.outputs, end_ids).count(False),
+        }
         for arm in arms
     ]
 
@@ -229,9 +233,7 @@ def compare_distributions(reference: Tensor, own: Tensor) -> Fidelity:
     return Fidelity(len(kl), float(kl.double().sum()), int(agreeing.sum()))
 
 
-def make_row(
-    arm: Arm, baseline_outputs: list[list[int]], common: dict[str, Any], accuracy: float
-) -> dict[str, Any]:
+def make_row(arm: Arm, baseline_outputs: list[list[int]], common: dict[str, Any]) -> dict[str, Any]:
     """The row of one mode; what a mode does not have is None.
 
     Plain decoding has no drafter, and no verification pass whose experts could be counted. It is
@@ -247,6 +249,7 @@ def make_row(
         "num_prompts": common["num_prompts"],
         "tokens_per_s": sum(map(len, arm.outputs)) / sum(arm.seconds),
         "accepted_length": 1.0 if arm.is_baseline else report["accepted_length"],
+        "nodes_per_verification": report.get("nodes_per_verification"),
         "natural_union": report.get("natural_union"),
         "eligible": report.get("eligible"),
         "experts_used": report.get("experts_used"),
@@ -254,7 +257,6 @@ def make_row(
         "same_as_autoregressive": statistics.fmean(same),
         "top1": 1.0 if arm.is_baseline else fidelity.top1,
         "kl": 0.0 if arm.is_baseline else fidelity.kl,
-        "accuracy": accuracy,
     }
 
 
@@ -265,9 +267,14 @@ def accuracy(
     end_ids: Sequence[int],
 ) -> float:
     """The share of problems that the outputs solve; an output that never ended solves none."""
-    ended = [bool(output) and output[-1] in end_ids for output in outputs]
+    ended = have_ended(outputs, end_ids)
     texts = [
         tokenizer.decode(output[:-1] if is_ended else output)
         for output, is_ended in zip(outputs, ended, strict=True)
     ]
     return statistics.fmean(check_all(problems, texts, ended))
+
+
+def have_ended(outputs: Sequence[list[int]], end_ids: Sequence[int]) -> list[bool]:
+    """Which outputs came to their end; the others were cut off by the limit of new tokens."""
+    return [bool(output) and output[-1] in end_ids for output in outputs]

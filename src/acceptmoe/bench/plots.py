@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from acceptmoe.bench.policy_grid import NATURAL, PAPER, setting_label
+from acceptmoe.bench.policy_grid import NATURAL, PAPER, label_lines, setting_label
 from acceptmoe.errors import AcceptMoEError
 from acceptmoe.policies import DEFAULT_POLICY
 from acceptmoe.table import CommitmentTable
@@ -21,6 +21,7 @@ Axes = Any  # matplotlib publishes types, but is no dependency
 
 WIDTH_INCHES, HEIGHT_INCHES = 3.9, 3.1  # small, so that its texts are large enough on a phone
 LINE_INCHES = 0.19  # of a plot with a line for each policy
+LABEL_WIDTH = 36  # characters of a policy beside its dot
 DOTS_PER_INCH = 240
 # The palette of Okabe and Ito, which colour-blind people can tell apart, and greys.
 COLOURS = {
@@ -57,6 +58,14 @@ def check_matplotlib() -> None:
 
 def draw(plot: Callable[[Axes], None], title: str, num_lines: int = 0) -> bytes:
     """The PNG of one figure, high enough for `num_lines` labels below each other."""
+    content = io.BytesIO()
+    # Without the date, so that equal results give equal files.
+    make_figure(plot, title, num_lines).savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
+
+
+def make_figure(plot: Callable[[Axes], None], title: str, num_lines: int = 0) -> Any:
+    """The figure that `draw` makes a PNG of."""
     from matplotlib.figure import Figure
 
     height = max(HEIGHT_INCHES, 0.9 + LINE_INCHES * num_lines)
@@ -68,10 +77,7 @@ def draw(plot: Callable[[Axes], None], title: str, num_lines: int = 0) -> bytes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.set_axisbelow(True)
-    content = io.BytesIO()
-    # Without the date, so that equal results give equal files.
-    figure.savefig(content, format="png", metadata={"Software": None})
-    return content.getvalue()
+    return figure
 
 
 def plot_kl(rows: Sequence[Row]) -> Callable[[Axes], None]:
@@ -145,7 +151,7 @@ def plot_lengths(rows: Sequence[Row]) -> Callable[[Axes], None]:
             for (policy, label), found in lengths.items()
         ]
         _dots(axes, [(label, value, value, value, colour) for label, value, colour in bars])
-        axes.set_xlabel("tokens per verification pass", fontsize=8)
+        _label_dots(axes, "tokens per verification pass")
 
     return plot
 
@@ -169,7 +175,7 @@ def plot_speed(rows: Sequence[Row]) -> Callable[[Axes], None]:
             ],
         )
         axes.set_xlim(left=0)
-        axes.set_xlabel("tokens/s (median, quartiles)", fontsize=8)
+        _label_dots(axes, "tokens/s (median, quartiles)")
 
     return plot
 
@@ -179,7 +185,14 @@ def _dots(axes: Axes, dots: Sequence[tuple[str, float, float, float, str]]) -> N
     for place, (_, middle, low, high, colour) in enumerate(dots):
         axes.plot([low, high], [place, place], color=colour, linewidth=2)
         axes.plot(middle, place, "o", color=colour, markersize=4)
-    axes.set_yticks(range(len(dots)), [label for label, *_ in dots], fontsize=7)
+    axes.set_yticks(
+        range(len(dots)), [label_lines(label, LABEL_WIDTH) for label, *_ in dots], fontsize=7
+    )
+
+
+def _label_dots(axes: Axes, text: str) -> None:
+    """Flush right: beside long names the axis can be shorter than its label."""
+    axes.set_xlabel(text, fontsize=8, loc="right")
 
 
 def plot_calibration(table: CommitmentTable) -> Callable[[Axes], None]:

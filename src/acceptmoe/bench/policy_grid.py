@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 from acceptmoe.policies import DEFAULT_POLICY, POLICIES
 
+PLAIN = "transformers-generate"
+LOOKUP = "transformers-prompt-lookup"
+ASSISTED = "transformers-assistant"
+PEERS = (PLAIN, LOOKUP, ASSISTED)
 NATURAL = "natural"
 PAPER = "accept-depth"
 MOE_SPEC_SHARES = (
@@ -63,8 +68,12 @@ def setting_label(policy: str, params: Mapping[str, Any]) -> str:
 
     >>> setting_label("moe-spec", {"budget": 8})
     'moe-spec:budget=8'
+
+    Transformers' own ways have one setting each, which is not shown.
     """
-    kind = POLICIES.get(policy)  # a peer, or a policy of another version, has none
+    if policy in PEERS:
+        return policy
+    kind = POLICIES.get(policy)  # a policy of another version has none
     defaults = {} if kind is None else inspect.signature(kind).parameters
     shown = ",".join(
         f"{name}={value:g}" if isinstance(value, (int, float)) else f"{name}={value}"
@@ -72,6 +81,20 @@ def setting_label(policy: str, params: Mapping[str, Any]) -> str:
         if name not in defaults or value != defaults[name].default
     )
     return f"{policy}:{shown}" if shown else policy
+
+
+def label_lines(label: str, width: int) -> str:
+    r"""A policy's label, on several lines where it is longer than `width`; no name is broken.
+
+    >>> label_lines("accept:exponent=2,top=0,size=0.4", 21)
+    'accept:exponent=2,\ntop=0,size=0.4'
+    """
+    lines = [""]
+    for piece in re.split("(?<=[:,])", label):
+        if lines[-1] and len(lines[-1] + piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _share(share: Fraction, num_experts: int) -> int:

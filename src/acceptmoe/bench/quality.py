@@ -22,10 +22,10 @@ import torch
 from acceptmoe.bench.policy_grid import NATURAL, PAPER, rival_policies
 from acceptmoe.bench.provenance import git_commit
 from acceptmoe.bench.quality_decoding import PLAIN, DecodingSettings, QualityWorker, Work
-from acceptmoe.bench.setups import check_names, num_experts
+from acceptmoe.bench.setups import check_names, check_policies, num_experts
 from acceptmoe.bench.work_file import Record, WorkFile
 from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.policies import DEFAULT_POLICY, load_policy
+from acceptmoe.policies import DEFAULT_POLICY
 from acceptmoe.targets.tasks import TASKS
 
 PLAIN_BATCH = 50
@@ -63,8 +63,7 @@ class QualitySettings:
                 raise InvalidArgumentError(
                     f"{name} is {getattr(self, name)}; it must be {lowest} or larger"
                 )
-        for spec in self.rivals or ():
-            load_policy(spec)
+        check_policies(self.rivals or (), self.targets)
 
     def policies(self, target: str) -> dict[str, int]:
         """Every policy of a target, and on how many prompts it is measured."""

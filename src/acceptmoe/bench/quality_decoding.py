@@ -224,6 +224,7 @@ def counts_of(report: dict[str, Any]) -> Record:
     return {
         "num_passes": num_passes,
         "num_verified_tokens": report["num_verified_tokens"],
+        "num_verified_nodes": report["num_verified_nodes"],
         **sums,
     }
 

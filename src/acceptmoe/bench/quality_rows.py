@@ -112,6 +112,7 @@ def make_row(judged: Judged, target: str, task: str, policy: str) -> Row:
         ),
         "top1": fidelity.top1,
         "accepted_length": pooled(trees, "num_verified_tokens", num_passes),
+        "nodes_per_verification": pooled(trees, "num_verified_nodes", num_passes),
         **{name: pooled(trees, name, num_passes) for name in ROUTING_FIELDS},
         "num_experts": num_experts(target),
         "same_as_natural": statistics.fmean(same),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from acceptmoe.bench.intervals import interval_text
 from acceptmoe.bench.page import (
     Column,
     Figure,
@@ -18,6 +19,7 @@ from acceptmoe.bench.page import (
     table,
 )
 from acceptmoe.bench.plots import (
+    LABEL_WIDTH,
     check_matplotlib,
     draw,
     plot_accuracy,
@@ -28,6 +30,7 @@ from acceptmoe.bench.plots import (
     row_label,
     speed_label,
 )
+from acceptmoe.bench.policy_grid import label_lines
 from acceptmoe.bench.results import Results, Row, load_results
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
@@ -41,10 +44,17 @@ QUALITY_COLUMNS = (
     Column("points", "difference_points", "{:+.2f}", "accuracy minus natural's"),
     Column("from", "difference_low_points", "{:+.2f}", "95 % bootstrap interval"),
     Column("to", "difference_high_points", "{:+.2f}", "95 % bootstrap interval"),
+    Column(
+        "by trees",
+        "num_prompts_by_trees",
+        "{}",
+        "prompts decoded by draft trees, behind the columns to the right of this one",
+    ),
     Column("KL", "kl", "{:.5f}", "nats per token, against the unwrapped model"),
     Column("KL a step", "kl_step", "{:.5f}", "natural against restricted, from the same cache"),
     Column("top-1", "top1", "{:.4f}"),
     Column("length", "accepted_length", "{:.2f}", "tokens per verification pass"),
+    Column("rows", "nodes_per_verification", "{:.1f}", "nodes a pass verifies, the root included"),
     Column("union", "natural_union", "{:.1f}", "experts that the rows want"),
     Column("eligible", "eligible", "{:.1f}"),
     Column("used", "experts_used", "{:.1f}"),
@@ -115,14 +125,14 @@ def quality_parts(results: Results, drawn: list[Figure]) -> list[str]:
             Figure(
                 f"quality-{name}-{target}",
                 draw(plot(group), target, num_lines(group) if name == "length" else 0),
-                f"{target}: {title}, {remark}",
+                f"{target}: {title}, {remark}. {prompts_behind(group)}",
             )
             for target, group in by_target.items()
         ]
         drawn += made
         parts += [
             heading(f"{title[0].upper()}{title[1:]}", 3),
-            paragraph(f"Means over the tasks; {remark}."),
+            paragraph(f"Means over the tasks; {remark}. {prompts_behind(rows)}"),
             figures(made),
         ]
     for target, group in by_target.items():
@@ -136,13 +146,29 @@ def quality_parts(results: Results, drawn: list[Figure]) -> list[str]:
     return parts
 
 
+def prompts_behind(rows: Sequence[Row]) -> str:
+    """How many prompts were decoded by trees for the points of a plot, in a sentence."""
+    counts = {row_label(row): row["num_prompts_by_trees"] for row in rows}
+    most = max(counts.values())
+    labels = [label for label, count in counts.items() if count == most]
+    fewer = {count for count in counts.values() if count < most}
+    if not fewer:
+        return f"Each point stands on {most} prompts a task."
+    others = " to ".join(str(count) for count in sorted({min(fewer), max(fewer)}))
+    return (
+        f"The points of {', '.join(labels)} stand on {most} prompts a task, all others on the "
+        f"first {others} of them."
+    )
+
+
 def quality_claims(summary: dict[str, Any]) -> Iterable[tuple[str, bool]]:
     """The summary in sentences, each with whether it is as one would wish."""
     for claim in summary["accuracy"]:
         yield (
             f"{claim['policy']}: {claim['mean_difference_points']:+.2f} points from natural over "
-            f"{claim['num_pairs']} pairs of target and task (95 %: {claim['low_points']:+.2f} to "
-            f"{claim['high_points']:+.2f}); worst pair {', '.join(claim['worst_pair'])} at "
+            f"{claim['num_pairs']} pairs of target and task (95 %: "
+            f"{interval_text(claim['low_points'], claim['high_points'], '{:+.2f}')}); "
+            f"worst pair {', '.join(claim['worst_pair'])} at "
             f"{claim['worst_difference_points']:+.2f}.",
             True,
         )
@@ -210,7 +236,8 @@ def speed_claims(summary: Sequence[Row]) -> Iterable[tuple[str, bool]]:
             f"{claim['target']}: {claim['tokens_per_s']:.1f} tokens/s at {claim['num_nodes']} "
             "nodes; "
             + ", ".join(
-                f"{found['median']:.2f} times {name} ({found['low']:.2f} to {found['high']:.2f})"
+                f"{found['median']:.2f} times {name} "
+                f"({interval_text(found['low'], found['high'], '{:.2f}')})"
                 for name, found in ratios.items()
             )
             + ".",
@@ -225,7 +252,7 @@ def guard_claims(content: dict[str, Any]) -> Iterable[tuple[str, bool]]:
         if found is not None:
             yield (
                 f"{row['target']}: random drafts under the guard run at {found['median']:.2f} "
-                f"times plain decoding ({found['low']:.2f} to {found['high']:.2f}): "
+                f"times plain decoding ({interval_text(found['low'], found['high'], '{:.2f}')}): "
                 f"{row['guard_reason']}.",
                 found["median"] >= GUARD_GOAL,
             )
@@ -255,8 +282,9 @@ def calibration_parts(results: dict[str, Results], drawn: list[Figure]) -> list[
 
 
 def num_lines(rows: Iterable[Row]) -> int:
-    """How many policies with their settings are among the rows."""
-    return len({row_label(row) for row in rows})
+    """How many lines the rows' policies with their settings take, one below the other."""
+    labels = {row_label(row) for row in rows}
+    return sum(1 + label_lines(label, LABEL_WIDTH).count("\n") for label in labels)
 
 
 def is_default(row: Row) -> bool:

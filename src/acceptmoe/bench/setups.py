@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter, NgramDrafter
 from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.policies import load_policy
 from acceptmoe.table import CommitmentTable
 from acceptmoe.targets import (
     eagle3_folder,
@@ -96,9 +99,25 @@ def _widened_head(folder: Path, factor: int) -> Eagle3Drafter:
 
 def num_experts(target: str) -> int:
     """Experts of a sparse layer of a bundled target, from its configuration alone."""
-    config = json.loads((target_folder(target) / "config.json").read_text(encoding="utf-8"))
+    config = _config(target)
     found: int = config.get("num_local_experts") or config["num_experts"]
     return found
+
+
+def _config(target: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((target_folder(target) / "config.json").read_text("utf-8"))
+    return found
+
+
+def check_policies(specs: Iterable[str], targets: Iterable[str]) -> None:
+    """Raise `InvalidArgumentError` for a policy, or a setting, that a target cannot have."""
+    for spec in specs:
+        policy = load_policy(spec)
+        for target in targets:
+            try:
+                policy.check_model(num_experts(target), _config(target)["num_experts_per_tok"])
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{spec} on {target}: {error}") from error
 
 
 def check_names(

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from acceptmoe.bench.policy_grid import NATURAL, speed_policies
+from acceptmoe.bench.policy_grid import NATURAL, PEERS, PLAIN, speed_policies
 from acceptmoe.bench.provenance import git_commit
-from acceptmoe.bench.setups import Setup, check_names, load_setup, num_experts
-from acceptmoe.bench.speed_arms import GUARDED, PEERS, PLAIN, ArmName, SpeedArms
+from acceptmoe.bench.setups import Setup, check_names, check_policies, load_setup, num_experts
+from acceptmoe.bench.speed_arms import GUARDED, ArmName, SpeedArms
 from acceptmoe.bench.work_file import Record, WorkFile
 from acceptmoe.bench.workloads import (
     TEST_SPLIT,
@@ -35,7 +35,6 @@ from acceptmoe.bench.workloads import (
 )
 from acceptmoe.drafting import AssistantDrafter
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
-from acceptmoe.policies import load_policy
 from acceptmoe.targets import load_assistant
 from acceptmoe.targets.widen import MAX_FACTOR, widen
 
@@ -98,8 +97,7 @@ class SpeedSettings:
             )
         if self.factor > MAX_FACTOR:
             raise InvalidArgumentError(f"factor is {self.factor}; it must be {MAX_FACTOR} or less")
-        for spec in self.policies or ():
-            load_policy(spec)
+        check_policies(self.policies or (), self.targets)
 
     def policies_of(self, target: str) -> tuple[str, ...]:
         """Natural is always among them: it is what the others are compared with."""

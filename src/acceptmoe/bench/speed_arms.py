@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from acceptmoe.api import wrap
 from acceptmoe.bench.chains import chain_drafter
 from acceptmoe.bench.demo import twin_of
-from acceptmoe.bench.policy_grid import NATURAL
+from acceptmoe.bench.policy_grid import ASSISTED, LOOKUP, NATURAL, PEERS
 from acceptmoe.bench.setups import Setup
 from acceptmoe.bench.token_clock import TimedText, generate_timed
 from acceptmoe.bench.useless_drafter import RandomDrafter
@@ -20,10 +20,6 @@ from acceptmoe.bench.workloads import Tree
 from acceptmoe.drafting import Drafter
 from acceptmoe.policies import load_policy
 
-PLAIN = "transformers-generate"
-LOOKUP = "transformers-prompt-lookup"
-ASSISTED = "transformers-assistant"
-PEERS = (PLAIN, LOOKUP, ASSISTED)
 GUARDED = "guarded-random"  # natural trees of random tokens under the guard
 LOOKUP_TOKENS = 10  # as in Transformers' documentation
 ROUTING_FIELDS = ("natural_union", "eligible", "experts_used")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from acceptmoe.bench.intervals import median_ratio_interval, quartiles
-from acceptmoe.bench.policy_grid import NATURAL
+from acceptmoe.bench.policy_grid import ASSISTED, LOOKUP, NATURAL, PEERS, PLAIN
 from acceptmoe.bench.setups import num_experts
 from acceptmoe.bench.speed import (
     GUARD_TREE,
@@ -18,16 +18,7 @@ from acceptmoe.bench.speed import (
     final_arms,
     tokens_per_s,
 )
-from acceptmoe.bench.speed_arms import (
-    ASSISTED,
-    GUARDED,
-    LOOKUP,
-    LOOKUP_TOKENS,
-    PEERS,
-    PLAIN,
-    ROUTING_FIELDS,
-    ArmName,
-)
+from acceptmoe.bench.speed_arms import GUARDED, LOOKUP_TOKENS, ROUTING_FIELDS, ArmName
 from acceptmoe.bench.work_file import Record
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 

@@ -19,6 +19,7 @@ from acceptmoe.cli.console import (
     print_error,
     print_json,
     print_line,
+    print_remark,
     progress_bar,
     reports_errors,
 )
@@ -38,6 +39,7 @@ from acceptmoe.cli.options import (
     Table,
 )
 from acceptmoe.cli.prompts import read_prompts
+from acceptmoe.policies import RoutingPolicy
 from acceptmoe.targets.tasks import TASKS
 
 BUNDLED = "bundled"
@@ -47,8 +49,8 @@ EXPLANATION = (
     "restricted, nats per emitted token, of the raw logits; what drift of the cache adds over a "
     "text is not in it. top-1: emitted tokens where both find the same one likeliest. excluded: "
     "share of the rows' own gates that lies outside the eligible experts, rows weighted by "
-    "commitment. moved: rows that got other experts than their own. ±: standard error. tokens/s: "
-    "without prompts and without the audit's own passes."
+    "commitment. moved: rows that got other experts than their own. ±: standard error, of 5 "
+    "blocks or more. tokens/s: without prompts and without the audit's own passes."
 )
 
 
@@ -141,6 +143,9 @@ def audit(
                 settings={**settings, "do_sample": False},
                 progress=progress,
             )
+    warnings = audit_warnings(rule, found.audit)
+    for warning in warnings:
+        print_remark(f"warning: {warning}", "yellow")
     is_above = max_kl is not None and found.audit.kl is not None and found.audit.kl > max_kl
     if as_json:
         print_json(
@@ -150,6 +155,7 @@ def audit(
                 "report": found.report,
                 "max_kl": max_kl,
                 "is_above_max_kl": is_above,
+                "warnings": warnings,
                 "compare": rows,
                 "provenance": provenance(seed=seed),
             }
@@ -170,6 +176,18 @@ def check_limits(share: float, max_kl: float | None) -> None:
         raise typer.BadParameter("it must be above 0 and at most 1", param_hint="--share")
     if max_kl is not None and not 0.0 < max_kl < float("inf"):
         raise typer.BadParameter("it must be above 0, in nats per token", param_hint="--max-kl")
+
+
+def audit_warnings(policy: RoutingPolicy, found: AuditReport) -> list[str]:
+    """What the KL does not say."""
+    is_root_alone = all(row.depth == 0 for row in found.by_depth if row.num_tokens)
+    if not (policy.keeps_root and is_root_alone):
+        return []
+    return [
+        f"no emitted token came from a restricted row: all {found.num_tokens} audited ones are of "
+        f"roots, which {policy.name} leaves their own experts, so the KL is 0 by construction and "
+        "says nothing; give more prompts, a larger --share or another --drafter"
+    ]
 
 
 def show(

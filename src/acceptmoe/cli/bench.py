@@ -11,9 +11,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from acceptmoe.bench.compare import Comparison, compare_results
-from acceptmoe.bench.policy_grid import setting_label
+from acceptmoe.bench.intervals import MIN_VALUES
+from acceptmoe.bench.policy_grid import label_lines, setting_label
 from acceptmoe.bench.report import write_report
 from acceptmoe.cli.bench_run import run
+from acceptmoe.cli.bench_tables import LABEL_WIDTH
 from acceptmoe.cli.console import (
     FAILED,
     output,
@@ -40,7 +42,7 @@ def compare(
     """Compare two measurements row by row; exit with 1 when one got worse.
 
     A row is worse when the 95 % interval of its change lies below a loss of 1 point of accuracy or
-    5 % of tokens/s.
+    5 % of tokens/s. With too few prompts for an interval nothing is said.
     """
     try:
         found = compare_results(before, after)
@@ -58,8 +60,8 @@ def compare(
 def show(found: Comparison) -> None:
     """A table of the common rows, and what may explain the differences."""
     is_quality = found.benchmark == "quality"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("row", overflow="fold")
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("row")
     change = "points" if is_quality else "ratio"
     for heading in ("before", "after", change, "from", "to", ""):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -70,6 +72,8 @@ def show(found: Comparison) -> None:
     output.print(table)
     for name, (old, new) in found.provenance.items():
         print_line(f"{name}: {old} before, {new} after", "dim")
+    if any(row["low"] is None for row in found.rows):
+        print_line(f"unknown: fewer than {MIN_VALUES} prompts, too few for an interval", "dim")
     if not found.is_paired:
         print_line("other seeds, other prompts: the intervals are wider than those of pairs", "dim")
     if found.num_only_before or found.num_only_after:
@@ -83,7 +87,8 @@ def show(found: Comparison) -> None:
 def cells(row: dict[str, Any], is_quality: bool) -> list[str]:
     """One line of the table."""
     place = row["task"] if is_quality else row["num_nodes"] or "-"
-    name = f"{row['target']} {place} {setting_label(row['policy'], row['params'])}"
+    label = label_lines(setting_label(row["policy"], row["params"]), LABEL_WIDTH)
+    name = f"{row['target']} {place} {label}"
     change = row["difference_points"] if is_quality else row["ratio"]
     values, layout = (row["before"], row["after"]), "{:.1%}" if is_quality else "{:.1f}"
     layouts = (layout, layout, *(("{:+.2f}",) if is_quality else ("{:.2f}",)) * 3)
@@ -105,7 +110,10 @@ def report(
 ) -> None:
     """Make report.html, one page that needs no network, and the PNG files of its plots."""
     if not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is no folder", param_hint="FOLDER")
+        raise typer.BadParameter(
+            f"{folder} is no folder; measure into it first: acceptmoe bench run all --out {folder}",
+            param_hint="FOLDER",
+        )
     try:
         paths = write_report(folder)
     except InvalidArgumentError as error:

@@ -20,6 +20,7 @@ from acceptmoe.bench.speed_rows import guard_rows, speed_rows, summarise_speed, 
 from acceptmoe.bench.workloads import TREES, Tree, parse_tree
 from acceptmoe.cli.bench_tables import show_quality, show_speed
 from acceptmoe.cli.console import print_json, print_remark, progress_bar, reports_errors
+from acceptmoe.cli.folders import make_folder
 from acceptmoe.cli.loading import bundled_targets
 from acceptmoe.cli.options import AsJson, MaxDepth, MaxNewTokens, NumNodes, Seed
 from acceptmoe.errors import InvalidArgumentError
@@ -80,7 +81,9 @@ Threads = Annotated[
         min=1, max=1024, help="Threads of the processor. Default: torch's.", show_default=False
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", help="The folder of the results; it must exist.")]
+Out = Annotated[
+    Path, typer.Option("--out", help="The folder of the results; made where there is none.")
+]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Discard finished work instead of going on with it.")
 ]
@@ -143,7 +146,7 @@ def quality(
         jobs=jobs,
     )
     check_usage(settings.check)
-    check_folder(out)
+    make_folder(out)
     content = run_quality(settings, out, fresh)
     if as_json:
         print_json(content)
@@ -228,7 +231,7 @@ def speed(
         threads=threads,
     )
     check_usage(settings.check)
-    check_folder(out)
+    make_folder(out)
     content = run_speed(settings, out, fresh)
     if as_json:
         print_json(content)
@@ -254,7 +257,7 @@ def run_all(
     speed_settings = SpeedSettings(targets, seed=seed, experts=experts)
     check_usage(quality_settings.check)
     check_usage(speed_settings.check)
-    check_folder(out)
+    make_folder(out)
     num_threads = torch.get_num_threads()
     contents = {"quality": run_quality(quality_settings, out, fresh)}
     torch.set_num_threads(num_threads)  # quality takes one
@@ -325,11 +328,3 @@ def check_usage(check: Callable[[], None]) -> None:
         check()
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def check_folder(out: Path) -> None:
-    """Fail before the work is done, not after it."""
-    if not out.is_dir():
-        raise typer.BadParameter(
-            f"{out} is no folder; make it first, or give another", param_hint="--out"
-        )

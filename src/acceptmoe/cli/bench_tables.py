@@ -8,7 +8,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from acceptmoe.bench.policy_grid import setting_label
+from acceptmoe.bench.intervals import interval_text
+from acceptmoe.bench.policy_grid import label_lines, setting_label
 from acceptmoe.cli.console import output, print_line
 
 # Heading, key of the row, format of the value.
@@ -17,15 +18,21 @@ Column = tuple[str, str, str]
 # Narrow: a row should fit 80 columns.
 QUALITY_COLUMNS: tuple[Column, ...] = (
     ("n", "num_prompts", "{}"),
-    ("correct", "accuracy", "{:.1%}"),
+    ("cor-\nrect", "accuracy", "{:.1%}"),
     ("points", "difference_points", "{:+.2f}"),
     ("from", "difference_low_points", "{:+.1f}"),
     ("to", "difference_high_points", "{:+.1f}"),
+    ("by\ntrees", "num_prompts_by_trees", "{}"),
     ("KL", "kl", "{:.5f}"),
-    ("length", "accepted_length", "{:.2f}"),
+    ("len-\ngth", "accepted_length", "{:.2f}"),
+    ("rows", "nodes_per_verification", "{:.1f}"),
     ("used", "experts_used", "{:.1f}"),
 )
-
+QUALITY_REMARK = (
+    "n: prompts behind the accuracy; by trees: those behind the columns to the right of it. rows: "
+    "nodes that a pass verifies, the root included."
+)
+LABEL_WIDTH = 21  # what the columns of the quality table leave of 80
 
 SPEED_COLUMNS: tuple[Column, ...] = (
     ("nodes", "num_nodes", "{}"),
@@ -46,7 +53,8 @@ def show_speed(content: dict[str, Any]) -> None:
         output.print(make_table(target, rows, SPEED_COLUMNS))
     for claim in content["summary"]:
         ratios = ", ".join(
-            f"{found['median']:.2f}x {name} ({found['low']:.2f} to {found['high']:.2f})"
+            f"{found['median']:.2f}x {name} "
+            f"({interval_text(found['low'], found['high'], '{:.2f}')})"
             for name, found in claim["ratios"].items()
             if found is not None
         )
@@ -66,11 +74,13 @@ def show_quality(content: dict[str, Any]) -> None:
     for target, task in pairs:
         rows = [r for r in content["rows"] if (r["target"], r["task"]) == (target, task)]
         output.print(make_table(f"{target}, {task}", rows, QUALITY_COLUMNS))
+    print_line(QUALITY_REMARK, "dim")
     for claim in content["summary"]["accuracy"]:
         print_line(
             f"{claim['policy']}: {claim['mean_difference_points']:+.2f} points from natural over "
-            f"{claim['num_pairs']} pairs (95 %: {claim['low_points']:+.2f} to "
-            f"{claim['high_points']:+.2f}); worst pair {', '.join(claim['worst_pair'])} "
+            f"{claim['num_pairs']} pairs (95 %: "
+            f"{interval_text(claim['low_points'], claim['high_points'], '{:+.2f}')}); "
+            f"worst pair {', '.join(claim['worst_pair'])} "
             f"{claim['worst_difference_points']:+.2f}"
         )
     for claim in content["summary"]["default_against_paper"]:
@@ -96,11 +106,11 @@ def show_quality(content: dict[str, Any]) -> None:
 
 def make_table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> Table:
     """Rows by policy; a value that a row does not have is a dash."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", overflow="fold")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("policy", no_wrap=True)
     for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         cells = ["-" if row[key] is None else layout.format(row[key]) for _, key, layout in columns]
-        table.add_row(setting_label(row["policy"], row["params"]), *cells)
+        table.add_row(label_lines(setting_label(row["policy"], row["params"]), LABEL_WIDTH), *cells)
     return table

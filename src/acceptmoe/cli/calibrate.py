@@ -11,6 +11,7 @@ from acceptmoe.bench.provenance import command_line
 from acceptmoe.bench.workloads import encode
 from acceptmoe.calibrate import calibrate as make_table
 from acceptmoe.cli.console import print_json, print_line, print_remark, progress_bar, reports_errors
+from acceptmoe.cli.folders import make_folder
 from acceptmoe.cli.loading import LoadingError, open_drafter, open_target
 from acceptmoe.cli.options import (
     AsJson,
@@ -110,8 +111,7 @@ def check_writable(out: Path) -> None:
     """Fail before the work is done, not after it."""
     if out.is_dir():
         raise typer.BadParameter(f"{out} is a folder; give a file", param_hint="--out")
-    if not out.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder {out.parent} does not exist", param_hint="--out")
+    make_folder(out.parent)
 
 
 def check_number(texts: list[str], prompts: str) -> None:

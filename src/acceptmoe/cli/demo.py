@@ -41,7 +41,8 @@ from acceptmoe.targets import target_names
 # Heading, key of the row, format of the value. Narrow: the table must fit 80 columns.
 COLUMNS = (
     ("tokens\n/s", "tokens_per_s", "{:.0f}"),
-    ("length", "accepted_length", "{:.2f}"),
+    ("len-\ngth", "accepted_length", "{:.2f}"),
+    ("rows", "nodes_per_verification", "{:.1f}"),
     ("union", "natural_union", "{:.1f}"),
     ("eli-\ngible", "eligible", "{:.1f}"),
     ("used", "experts_used", "{:.1f}"),
@@ -52,7 +53,8 @@ COLUMNS = (
 )
 EXPLANATION = (
     "tokens/s: wall time of whole generate calls, prompt included, modes in turn; speed-up: over "
-    "autoregressive. length: tokens emitted per verification pass. union: experts that the rows "
+    "autoregressive. length: tokens emitted per verification pass. rows: nodes that a pass "
+    "verifies, the root included; accept leaves hopeless ones out. union: experts that the rows "
     "want, eligible and used: those that they may and do get, per layer and pass. same text: "
     "outputs equal to autoregressive. top-1, KL (nats per token): against the unwrapped model on "
     "the same text; natural is lossless, the two below it are not. correct: answers that pass the "
@@ -144,6 +146,8 @@ def demo(
         rows += measured
         if not as_json:
             output.print(comparison(measured, factor))
+            if any(row["num_cut_off"] for row in measured):
+                print_line(cut_off_line(measured, max_new_tokens), "yellow")
             if max(row["tokens_per_s"] for row in measured[1:]) < measured[0]["tokens_per_s"]:
                 print_line(NO_GAIN, "yellow")
     facts = {
@@ -183,3 +187,12 @@ def comparison(rows: list[dict[str, Any]], widening: int) -> RichTable:
         speedup = row["tokens_per_s"] / plain["tokens_per_s"]
         table.add_row(row["mode"], f"{speedup:.2f}x", *cells)
     return table
+
+
+def cut_off_line(rows: list[dict[str, Any]], max_new_tokens: int) -> str:
+    """How many texts the limit cut off, mode by mode; such a text has no answer to check."""
+    counts = ", ".join(f"{row['mode']} {row['num_cut_off']}" for row in rows)
+    return (
+        f"Of {rows[0]['num_prompts']} texts cut off before their end by --max-new-tokens "
+        f"{max_new_tokens}, and so not correct: {counts}."
+    )

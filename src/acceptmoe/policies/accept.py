@@ -60,6 +60,7 @@ class AcceptPolicy(RoutingPolicy):
     """
 
     name = "accept"
+    keeps_root = True
     reads_paths = True
 
     def __init__(

@@ -20,6 +20,7 @@ class AcceptDepthPolicy(RoutingPolicy):
     """
 
     name = "accept-depth"
+    keeps_root = True
     reads_depths = True
 
     def __init__(self, beta: float = 0.5) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from acceptmoe.policies.policy import RoutingPolicy
-from acceptmoe.policies.ranking import best_of, check_count
+from acceptmoe.policies.ranking import best_of, check_count, check_set_size
 from acceptmoe.selection import RoutedBlock, Selection
 
 
@@ -13,14 +13,18 @@ class MoeSpecPolicy(RoutingPolicy):
     """The `budget` experts with the largest sum of gates over all rows and all experts.
 
     Rows count alike, whether they are likely to be committed or not, and the root has no anchors.
-    Substitutes take the places of experts outside the budget. A budget below K is raised to K, one
-    above E is E. The paper's grid for 128 experts is 16, 24, 32, 48, 64.
+    Substitutes take the places of experts outside the budget. `wrap` refuses a budget below
+    K or above E; `select` takes K and E instead. The paper's grid for 128 experts is 16, 24, 32,
+    48, 64.
     """
 
     name = "moe-spec"
 
     def __init__(self, budget: int) -> None:
         self.budget = check_count("budget", budget)
+
+    def check_model(self, num_experts: int, experts_per_token: int) -> None:
+        check_set_size("budget", self.budget, num_experts, experts_per_token)
 
     def select(self, block: RoutedBlock) -> Selection:
         score = (block.gates * block.rows.is_real[:, None]).sum(dim=0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.policy import RoutingPolicy
 from acceptmoe.policies.ranking import best_of, check_count
 from acceptmoe.selection import RoutedBlock, Selection, routed_mask
@@ -16,12 +17,20 @@ class OEAPolicy(RoutingPolicy):
 
     Rows fill up in the router's own order and the router's rule weighs the result. Where the union
     has fewer than K experts (few rows, small `top`), it is filled by the sum of all rows' gates.
+    `wrap` refuses a `top` above K.
     """
 
     name = "oea"
 
     def __init__(self, top: int) -> None:
         self.top = check_count("top", top)
+
+    def check_model(self, num_experts: int, experts_per_token: int) -> None:
+        if self.top > experts_per_token:
+            raise InvalidArgumentError(
+                f"top is {self.top}; this model routes each token to {experts_per_token} experts, "
+                f"so it must be from 1 to {experts_per_token}"
+            )
 
     def select(self, block: RoutedBlock) -> Selection:
         experts_per_row = block.natural_ids.shape[1]

@@ -52,6 +52,7 @@ class RoutingPolicy(ABC):
 
     name: ClassVar[str]
     is_natural: ClassVar[bool] = False  # every row keeps the router's own experts
+    keeps_root: ClassVar[bool] = False  # whatever it restricts, the root has its own experts
     reads_depths: ClassVar[bool] = False  # uses `depth_commitment`
     reads_paths: ClassVar[bool] = False  # uses `path_commitment`
     uses_table: ClassVar[bool] = False  # is better with a table, and does without
@@ -60,6 +61,13 @@ class RoutingPolicy(ABC):
     @property
     def reads_table(self) -> bool:
         return self.reads_depths or self.reads_paths
+
+    def check_model(self, num_experts: int, experts_per_token: int) -> None:
+        """Raise `InvalidArgumentError` for settings that mean nothing for such a model.
+
+        `wrap` asks before it changes anything.
+        """
+        return None
 
     @abstractmethod
     def select(self, block: RoutedBlock) -> Selection:

@@ -21,6 +21,15 @@ def places_descending(score: Tensor) -> Tensor:
     return torch.empty_like(places).scatter_(0, order, places)
 
 
+def check_set_size(name: str, value: int, num_experts: int, experts_per_token: int) -> None:
+    """Raise `InvalidArgumentError` unless `value` experts are a set that a layer can route to."""
+    if not experts_per_token <= value <= num_experts:
+        raise InvalidArgumentError(
+            f"{name} is {value}; this model routes each token to {experts_per_token} of "
+            f"{num_experts} experts, so it must be from {experts_per_token} to {num_experts}"
+        )
+
+
 def check_count(name: str, value: int, least: int = 1) -> int:
     """`value`, or `InvalidArgumentError` when it is no number of experts, `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -8,7 +8,7 @@ import torch
 
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.policy import RoutingPolicy
-from acceptmoe.policies.ranking import best_of, check_count
+from acceptmoe.policies.ranking import best_of, check_count, check_set_size
 from acceptmoe.selection import RoutedBlock, Selection
 
 MAX_STRENGTH = 1e6  # a bias far beyond any logits, and far from the end of fp32
@@ -24,8 +24,8 @@ class S2Policy(RoutingPolicy):
     out. Strength 0 is natural routing.
 
     The preferred set is that of a whole block: the experts with the largest sum of gates over its
-    rows, of equals the lower id. A size below K is raised to K. Scores are what the router ranks:
-    logits, or sigmoids with their correction.
+    rows, of equals the lower id. `wrap` refuses a size below K or above E. Scores are what the
+    router ranks: logits, or sigmoids with their correction.
     """
 
     name = "s2"
@@ -39,6 +39,9 @@ class S2Policy(RoutingPolicy):
                 f"at most {MAX_STRENGTH:g}"
             )
         self.strength = float(strength)
+
+    def check_model(self, num_experts: int, experts_per_token: int) -> None:
+        check_set_size("size", self.size, num_experts, experts_per_token)
 
     def select(self, block: RoutedBlock) -> Selection:
         experts_per_row = block.natural_ids.shape[1]

@@ -7,21 +7,24 @@ from typing import Any
 import torch
 
 from acceptmoe.policies.policy import RoutingPolicy
-from acceptmoe.policies.ranking import best_of, check_count
+from acceptmoe.policies.ranking import best_of, check_count, check_set_size
 from acceptmoe.selection import RoutedBlock, Selection, routed_mask
 
 
 class XSharePolicy(RoutingPolicy):
     """The top-1 expert of every row, filled up to `size` experts by the sum of all rows' gates.
 
-    Where the rows' top-1 experts alone are more than `size`, all of them stay eligible. A size
-    below K is raised to K.
+    Where the rows' top-1 experts alone are more than `size`, all of them stay eligible. `wrap`
+    refuses a size below K or above E.
     """
 
     name = "xshare"
 
     def __init__(self, size: int) -> None:
         self.size = check_count("size", size)
+
+    def check_model(self, num_experts: int, experts_per_token: int) -> None:
+        check_set_size("size", self.size, num_experts, experts_per_token)
 
     def select(self, block: RoutedBlock) -> Selection:
         is_real = block.rows.is_real
