@@ -252,26 +252,24 @@ def test_what_will_not_be_verified_is_not_expanded(
 
 
 def test_a_level_that_the_output_hardly_reaches_is_not_run(small_llama: PreTrainedModel) -> None:
-    """Each depth's nodes have this much path probability together: that decides."""
-    drafter = start(AssistantDrafter(small_llama, min_reach=0.0), random_text(7))
-    whole = drafter.propose(33, 4)
-    reach = [0.0] * 5
-    for depth, probability in zip(whole.shape.depths, whole.path_probabilities, strict=True):
-        reach[depth] += probability
-    assert len({round(value, 4) for value in reach}) == 5 and whole.shape.max_depth == 4
-    for min_reach in (reach[1] / 2, reach[2] / 2, 1.0):
-        drafter = start(AssistantDrafter(small_llama, min_reach=min_reach), random_text(7))
-        tree = drafter.propose(33, 4)
-        # The children of the last level that was run are one deeper.
-        num_run = next(depth for depth in range(1, 5) if reach[depth] < min_reach) - 1
-        assert tree.shape.max_depth == num_run + 1
+    """In a chain a level is one node; the first improbable one is drafted, and none behind it."""
+
+    def draft_chain(min_reach: float) -> DraftTree:
+        drafter = AssistantDrafter(small_llama, num_children=1, frontier=1, min_reach=min_reach)
+        return start(drafter, random_text(7)).propose(6, 5)
+
+    probabilities = draft_chain(0.0).path_probabilities
+    assert len(probabilities) == 6
+    for min_reach in (probabilities[1] * 1.01, probabilities[2] * 0.99, probabilities[4] * 1.01):
+        num_above = sum(probability >= min_reach for probability in probabilities)
+        assert draft_chain(min_reach).path_probabilities == probabilities[: num_above + 1]
 
 
 @pytest.mark.parametrize("min_reach", [-0.1, 1.5, float("nan"), "0.3", True, None])
 def test_a_reach_that_is_no_probability_is_refused(
     small_llama: PreTrainedModel, min_reach: object
 ) -> None:
-    with pytest.raises(InvalidArgumentError, match="min_reach is .* must be a probability from 0"):
+    with pytest.raises(InvalidArgumentError, match=r"min_reach is .* must be a probability from 0"):
         AssistantDrafter(small_llama, min_reach=min_reach)
 
 
