@@ -49,7 +49,7 @@ CONFIRM_TREES = (Tree(16, 5), Tree(32, 5))
 # and natural trees are not pruned either. The second one reads fewer experts and is wrong oftener.
 CONSTRAINTS = (
     "accept:max_lost=1,max_lost_unsure=1,min_commitment=0",
-    "accept:exponent=2,size=0.4,max_lost=1,max_lost_unsure=1,min_commitment=0",
+    "accept:exponent=2,top=0,size=0.4,max_lost=1,max_lost_unsure=1,min_commitment=0",
 )
 CHECK_PROMPTS, CHECK_TOKENS = 2, 48
 PLAIN, NATURAL, CONFIRM = "plain", "natural", "confirm"

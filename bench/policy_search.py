@@ -38,6 +38,8 @@ from acceptmoe.tree import DraftTree
 
 PAPER = "accept-depth"
 WHOLE = {"min_commitment": 0.0, "max_lost": 1.0, "max_lost_unsure": 1.0}  # neither floor nor trust
+BY_DEMAND = {**WHOLE, "top": 0, "size": 1.0}  # nor an expert that does not enter by demand
+NOTHING = 1e-6  # of the effective rank
 MAX_NEW_TOKENS = 200
 
 
@@ -45,7 +47,7 @@ class GatePower(AcceptPolicy):
     """A variant that was left out: demand sums the gates to a power, so that large ones count."""
 
     def __init__(self, power: float, exponent: float) -> None:
-        super().__init__(exponent=exponent, size=1.0, **WHOLE)
+        super().__init__(exponent=exponent, **BY_DEMAND)
         self.power = power
 
     def select(self, block: RoutedBlock) -> Selection:
@@ -58,23 +60,36 @@ def candidates(num_experts: int) -> dict[str, RoutingPolicy]:
     """Every rule that is compared, by its label; the paper's first."""
     specs = [PAPER, *(f"moe-spec:budget={num_experts * share // 16}" for share in (3, 4, 6, 8))]
     rules = {spec: load_policy(spec) for spec in specs}
+    rules["oea:top=2"] = load_policy("oea:top=2")
+
+    def add(label: str, **settings: Any) -> None:
+        rules[label] = AcceptPolicy(**settings)
+
     for exponent in (0.5, 1.0, 2.0):
-        label = f"rank, exponent {exponent:g}"
-        rules[label] = AcceptPolicy(exponent=exponent, size=1.0, **WHOLE)
-    for share in (0.9, 0.95):
-        label = f"mass {share:g}, exponent 1"
-        rules[label] = AcceptPolicy(exponent=1.0, sizing="mass", size=share, **WHOLE)
-    rules["anchors above 0.7"] = AcceptPolicy(exponent=1.0, size=1.0, anchor_above=0.7, **WHOLE)
-    rules["natural combine"] = AcceptPolicy(exponent=1.0, size=1.0, combine="natural", **WHOLE)
+        add(f"by demand, exponent {exponent:g}", **BY_DEMAND, exponent=exponent)
+    add("by demand, 95 % of it", **{**BY_DEMAND, "sizing": "mass", "size": 0.95})
+    add("by demand, anchors above 0.7", **BY_DEMAND, anchor_above=0.7)
+    add("by demand, natural combine", **BY_DEMAND, combine="natural")
     for power in (1.5, 2.0):
-        rules[f"gates to the power {power:g}"] = GatePower(power, exponent=0.5)
-    for floor in (0.02, 0.04, 0.06):
-        label = f"floor {floor:g}, all trusted"
-        rules[label] = AcceptPolicy(**{**WHOLE, "min_commitment": floor})
-        rules[f"floor {floor:g}, trust"] = AcceptPolicy(min_commitment=floor)
+        rules[f"by demand, gates to the power {power:g}"] = GatePower(power, exponent=0.5)
+    for top in (1, 2):
+        add(f"each row's best {top}, no more", **WHOLE, top=top, size=NOTHING)
+    for size in (0.15, 0.3, 0.6):
+        add(f"each row's best, {size:g} of the rank", **WHOLE, size=size)
+    for floor in (0.01, 0.02, 0.04):
+        add(f"floor {floor:g}, all trusted", **{**WHOLE, "min_commitment": floor})
+        add(f"floor {floor:g}, trust", min_commitment=floor)
+    add("no floor, trust", min_commitment=0.0)
+    add("floor 0.02, trust, by demand, 0.9 of the rank", top=0, size=0.9)
     for exponent in (0.5, 1.0):
-        rules[f"floor 0.04, trust, exponent {exponent:g}"] = AcceptPolicy(exponent=exponent)
-    rules["no floor, trust"] = AcceptPolicy(min_commitment=0.0)
+        add(f"floor 0.02, trust, exponent {exponent:g}", exponent=exponent)
+    for max_lost, unsure, sure in ((0.35, 0.05, 0.98), (0.5, 0.07, 0.99), (0.5, 0.1, 0.95)):
+        add(
+            f"floor 0.02, trust {max_lost:g} / {unsure:g} / {sure:g}",
+            max_lost=max_lost,
+            max_lost_unsure=unsure,
+            sure_above=sure,
+        )
     return rules
 
 
@@ -241,7 +256,7 @@ def main() -> None:
         print()
         for row in sorted(done, key=lambda row: row["experts_used"]):
             print(
-                f"{row['rule']:32} used {row['experts_used']:6.2f}"
+                f"{row['rule']:46} used {row['experts_used']:6.2f}"
                 f" ({row['experts_used'] / paper['experts_used']:.2f})"
                 f"  kl {row['kl_step']:.6f}  top-1 {row['top1']:.4f}  nodes {row['nodes']:4.1f}"
                 f"  length {row['accepted_length']:.2f} of {row['accepted_length_natural']:.2f}"

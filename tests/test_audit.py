@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import acceptmoe
 from acceptmoe import InvalidArgumentError, UnsupportedGenerateError, WrapStateError
 from acceptmoe.audit import AuditReport, PromptAudit, audit_prompts
+from passes import wrap_with_passes
 from tiny_models import NUM_LAYERS, VOCAB_SIZE, make_model
 
 HARSH = "moe-spec:budget=2"
@@ -62,6 +63,32 @@ def test_a_share_audits_some_blocks_and_changes_no_output(wrapped: PreTrainedMod
     assert 0 < part.audit.num_blocks < whole.audit.num_blocks
     assert audit(wrapped, share=0.3).audit == part.audit
     assert audit(wrapped, share=0).audit.num_blocks == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_compiled_passes_give_it_what_they_give_an_audit_of_their_own(share: float) -> None:
+    model = make_model("qwen3_moe")
+    settings = {"policy": HARSH, "num_nodes": 8, "max_depth": 3}
+    expected = audit(acceptmoe.wrap(model, **settings)).audit
+    acceptmoe.unwrap(model)
+    wrap_with_passes(model, (1, 4, 8), audit=share, **settings)
+    found = audit(model)
+    assert found.report["compiled"]["num_compiled_passes"] > 0
+    assert found.audit.num_blocks == expected.num_blocks
+    assert found.audit.kl == pytest.approx(expected.kl, abs=1e-5)  # fp32 sums over other shapes
+    assert found.audit.excluded_mass == pytest.approx(expected.excluded_mass, abs=1e-5)
+    assert model.acceptmoe.compiled.keeps_layers == (share > 0)
+
+
+def test_guarded_steps_are_counted_apart() -> None:
+    model = make_model("qwen3_moe")
+    acceptmoe.wrap(model, policy="natural", guard=True, num_nodes=8, max_depth=3)
+    ids = make_prompts()[0][None]
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, pad_token_id=0)
+    before = model.acceptmoe.report()["num_guarded_steps"]
+    model.acceptmoe.history.num_guarded_steps += 1000
+    assert 0 <= audit(model).report["num_guarded_steps"] < 1000
+    assert model.acceptmoe.report()["num_guarded_steps"] == before + 1000
 
 
 def test_prompts_come_as_rows_too_and_progress_is_told(wrapped: PreTrainedModel) -> None:

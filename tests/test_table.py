@@ -328,6 +328,18 @@ def test_path_commitment_hits_the_knots_exactly_and_never_descends():
     assert (table.path_commitment(p)[1:].diff() >= -1e-7).all()  # one rounding of the line
 
 
+def test_below_the_least_path_probability_every_commitment_is_too_small():
+    """0.05 at 0.1 and 0.3 at 0.2 and 0.3: 0.175 is reached in the middle, at 0.15."""
+    table = make_table(curve=CalibrationCurve((0.1, 0.2, 0.3, 0.9), (0.05, 0.3, 0.3, 0.8)))
+    assert table.min_path_probability(0.175) == pytest.approx(0.15, abs=2**-12)
+    assert table.min_path_probability(0.175) <= 0.15
+    assert table.min_path_probability(0.04) == 0.0
+    assert table.min_path_probability(0.9) == 1.0
+    for commitment in (0.06, 0.3, 0.31, 0.8):
+        below = torch.linspace(0, table.min_path_probability(commitment) - 1e-6, 100)
+        assert (table.path_commitment(below)[1:] < commitment).all()
+
+
 def test_the_root_has_commitment_one_and_no_other_row_needs_to():
     table = make_table()
     commitment = table.path_commitment(torch.tensor([1.0, 1.0, 0.0]))

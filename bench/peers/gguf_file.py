@@ -1,8 +1,8 @@
-"""A Qwen3-MoE target of Transformers as a GGUF file that llama.cpp reads.
+"""A Qwen3-MoE target or a dense Qwen3 drafter of Transformers as a GGUF file for llama.cpp.
 
-Names and metadata are those of llama.cpp's architecture `qwen3moe`. Matrices stay bfloat16; norms
-and routers become float32, as in llama.cpp's own conversions. The file has no tokenizer (its kind
-is "none"): prompts are given as token ids.
+Names and metadata are those of llama.cpp's architectures `qwen3moe` and `qwen3`. Matrices stay
+bfloat16; norms and routers become float32, as in llama.cpp's own conversions. The file has no
+tokenizer (its kind is "none"): prompts are given as token ids.
 
 Axes: V vocabulary, H hidden, E experts, I inner.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ARCHITECTURE = "qwen3moe"
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen3": "qwen3"}  # by Transformers' model type
 MODEL_TENSORS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -33,49 +33,64 @@ LAYER_TENSORS = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
 }
 STACKED = "mlp.experts.gate_up_proj"  # [E, gate then up, H]; llama.cpp has one tensor for each
 IN_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight")
 
 
 def gguf_metadata(config: Any) -> dict[str, str | int | float]:
-    """What llama.cpp must know of a `Qwen3MoeConfig`, by GGUF key.
+    """What llama.cpp must know of a `Qwen3MoeConfig` or a `Qwen3Config`, by GGUF key.
 
     Raises `ValueError` for a configuration that llama.cpp would compute otherwise.
     """
-    if config.model_type != "qwen3_moe":
-        raise ValueError(f"the target is a {config.model_type}; it must be a qwen3_moe")
-    rope = config.rope_parameters
-    if rope["rope_type"] != "default" or not config.norm_topk_prob or config.mlp_only_layers:
+    if config.model_type not in ARCHITECTURES:
         raise ValueError(
-            "llama.cpp's qwen3moe has plain rotary positions, normalised routing weights and "
-            "sparse layers only; this target has something else"
+            f"the model is a {config.model_type}; it must be one of {', '.join(ARCHITECTURES)}"
         )
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        raise ValueError(f"positions are {rope['rope_type']}; they must be plainly rotary")
     sizes = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
-        "expert_feed_forward_length": config.moe_intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(rope["rope_theta"]),
-        "expert_count": config.num_experts,
-        "expert_used_count": config.num_experts_per_tok,
         "vocab_size": config.vocab_size,
     }
+    if config.model_type == "qwen3_moe":
+        sizes |= _expert_sizes(config)
+    architecture = ARCHITECTURES[config.model_type]
     return {"tokenizer.ggml.model": "none"} | {
-        f"{ARCHITECTURE}.{name}": value for name, value in sizes.items()
+        f"{architecture}.{name}": value for name, value in sizes.items()
+    }
+
+
+def _expert_sizes(config: Any) -> dict[str, int]:
+    if not config.norm_topk_prob or config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise ValueError(
+            "llama.cpp's qwen3moe has normalised routing weights and sparse layers only; this "
+            "target has something else"
+        )
+    return {
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
     }
 
 
 def gguf_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything in the `state_dict` of a Qwen3-MoE model, as llama.cpp has it.
+    """Name and tensor, as llama.cpp has it, of everything in the `state_dict` of a Qwen3 model.
 
-    Raises `ValueError` for a tensor that such a model does not have.
+    Raises `ValueError` for a tensor that such a model, with or without experts, does not have.
     """
     for name, tensor in state.items():
         if name in MODEL_TENSORS:
@@ -83,7 +98,7 @@ def gguf_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             continue
         prefix, _, rest = name.removeprefix("model.layers.").partition(".")
         if not prefix.isdigit() or (rest not in LAYER_TENSORS and rest != STACKED):
-            raise ValueError(f"{name} is no tensor of a Qwen3-MoE model")
+            raise ValueError(f"{name} is no tensor of a Qwen3 model")
         if rest == STACKED:
             for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 yield _converted(f"blk.{prefix}.ffn_{part}_exps.weight", half)
@@ -100,7 +115,7 @@ def write_gguf(path: Path, config: Any, state: Mapping[str, Tensor]) -> None:
     """Write the file; needs the package `gguf`."""
     import gguf  # here, so that names and metadata can be had without it
 
-    writer = gguf.GGUFWriter(str(path), ARCHITECTURE)
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
     for key, value in gguf_metadata(config).items():
         if isinstance(value, str):
             writer.add_string(key, value)

@@ -6,33 +6,40 @@ Needs the extra `peers` (llama-cpp-python builds llama.cpp with a C++ compiler a
 module and from the root of the repository: a script's own folder would hide the package that has
 this file's name.
 
-The widened Qwen3-MoE target (hidden 2048, bfloat16) is written as a GGUF file into a temporary
-folder. First every engine decodes every prompt untimed, and the texts are compared: llama.cpp must
-emit the tokens of Transformers' plain `generate` for most prompts (in bfloat16 two tokens can be as
-close as the rounding). Then they are timed in turn, prompt by prompt, each prompt beginning with
-another one. Tokens per second are those of decoding, without the prompt.
+The widened Qwen3-MoE target (hidden 2048, bfloat16) and its dense drafter are written as GGUF files
+into a temporary folder. llama.cpp decodes plainly, with flash attention and without, and with
+chains of the drafter as its own speculative decoding does.
+
+First every engine decodes every prompt untimed, and the texts are compared: llama.cpp and natural
+trees must emit the tokens of Transformers' plain `generate`, but where two tokens are as likely as
+bfloat16 can tell. Then they are timed in turn, prompt by prompt, each prompt beginning with another
+one. Tokens per second are those of decoding, without the prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 from torch import Tensor
 
 from acceptmoe import wrap
 from acceptmoe.bench.chains import chain_drafter
 from acceptmoe.bench.demo import twin_of
 from acceptmoe.bench.results import save_results
-from acceptmoe.bench.setups import DRAFTERS, Setup, load_setup
+from acceptmoe.bench.setups import DRAFTERS, Setup, load_bundled_drafter, load_setup
 from acceptmoe.bench.token_clock import generate_timed
 from acceptmoe.bench.workloads import (
     TEST_SPLIT,
@@ -42,46 +49,47 @@ from acceptmoe.bench.workloads import (
     mixed_problems,
     parse_tree,
 )
+from acceptmoe.drafting import AssistantDrafter
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 
+from .engines import (
+    LLAMA,
+    OURS,
+    PLAIN,
+    TRANSFORMERS,
+    Engine,
+    OtherModelError,
+    Row,
+    check_texts,
+    rows_of,
+)
 from .gguf_file import write_gguf
-from .llama_engine import LlamaEngine
+from .llama_decoding import Context, Draft, generate_drafted, generate_plain, time_pass
 
 TARGET = "tiny-qwen3-moe"
 SEED = 0
 MAX_LENGTH = 448  # prompt and text; texts end by themselves long before
 NUM_SLOTS = 512
 PASS_ROWS = (8, 16, 32)
-PASS_REPEATS = 5
+PASS_REPEATS = 3
+# llama.cpp's own default, and longer chains that end where the drafter is unsure.
+DRAFTS = ("3", "7:0.5")
+# By the name of the mode; which is faster depends on the number of rows.
+FLASH_ATTENTION = {"flash": True, "no-flash": False}
 
-Decode = Callable[[Tensor], tuple[list[int], float]]  # a prompt [1, P]: new tokens and seconds
 
-
-@dataclass
-class Engine:
-    """One way to decode a prompt, and what came out, prompt by prompt."""
-
-    engine: str
-    mode: str
-    num_nodes: int
-    decode: Decode
-    texts: list[list[int]] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)
-
-    def row(self, expected: list[list[int]]) -> dict[str, Any]:
-        q1, median, q3 = statistics.quantiles(self.speeds, n=4, method="inclusive")
-        same = sum(a == b for a, b in zip(self.texts, expected, strict=True))
-        return {
-            "target": TARGET,
-            "engine": self.engine,
-            "mode": self.mode,
-            "num_nodes": self.num_nodes,
-            "tokens_per_s": median,
-            "q1": q1,
-            "q3": q3,
-            "same_text": same,
-            "num_texts": len(expected),
-        }
+COLUMNS = {
+    "rows": "num_nodes",
+    "tokens/s": "tokens_per_s",
+    "plain": "over_llama_plain",
+    "best": "over_llama_best",
+    "same": "same_text",
+    "tied": "tied_text",
+    "of": "num_texts",
+    "length": "accepted_length",
+    "draft": "draft_ms",
+    "pass": "pass_ms",
+}
 
 
 def transformers_engine(setup: Setup, settings: dict[str, Any]) -> Engine:
@@ -91,16 +99,26 @@ def transformers_engine(setup: Setup, settings: dict[str, Any]) -> Engine:
         text = generate_timed(setup.model, prompt, max_new_tokens=num_new(prompt), **settings)
         return text.token_ids, text.decode_s
 
-    return Engine("transformers", "plain", 1, decode)
+    return Engine(TRANSFORMERS, PLAIN, decode)
 
 
-def llama_engine(llama: LlamaEngine, settings: dict[str, Any]) -> Engine:
+def plain_engine(name: str, context: Context, end_ids: list[int]) -> Engine:
     """llama.cpp's plain decoding."""
 
     def decode(prompt: Tensor) -> tuple[list[int], float]:
-        return llama.generate(prompt[0].tolist(), num_new(prompt), settings["eos_token_id"])
+        return generate_plain(context, prompt[0].tolist(), num_new(prompt), end_ids)
 
-    return Engine("llama.cpp", "plain", 1, decode)
+    return Engine(LLAMA, f"{PLAIN} {name}", decode)
+
+
+def drafted_engine(target: Context, drafter: Context, draft: Draft, end_ids: list[int]) -> Engine:
+    """llama.cpp's decoding with chains of the drafter, which it verifies in one pass."""
+
+    def decode(prompt: Tensor) -> tuple[list[int], float]:
+        tokens = prompt[0].tolist()
+        return generate_drafted(target, drafter, draft, tokens, num_new(prompt), end_ids)
+
+    return Engine(LLAMA, str(draft), decode, num_nodes=draft.num_tokens + 1)
 
 
 def tree_engine(
@@ -122,45 +140,44 @@ def tree_engine(
         text = generate_timed(model, prompt, max_new_tokens=num_new(prompt), **settings)
         return text.token_ids, text.decode_s
 
-    return Engine("acceptmoe", f"{policy} {tree}", tree.num_nodes, decode)
+    return Engine(
+        OURS,
+        f"{policy} {tree}",
+        decode,
+        num_nodes=tree.num_nodes,
+        is_lossless=policy == "natural",
+        wrapped=model,
+    )
 
 
 def num_new(prompt: Tensor) -> int:
     return MAX_LENGTH - prompt.shape[1]
 
 
-def check_texts(engines: list[Engine], prompts: list[Tensor]) -> list[list[int]]:
-    """Decode everything once, untimed; the texts of plain `generate`.
-
-    Exits when llama.cpp emits other tokens for most prompts: it would not compute the same model.
-    """
-    for prompt in prompts:
+def decode_untimed(engines: list[Engine], prompts: list[Tensor], console: Console) -> None:
+    """Every text once: it warms up, compiles, and is what will be compared."""
+    for prompt in track(prompts, "Comparing", console=console):
         for engine in engines:
             engine.texts.append(engine.decode(prompt)[0])
-    expected = next(e.texts for e in engines if e.engine == "transformers")
-    ours = next(e.texts for e in engines if e.engine == "llama.cpp")
-    num_same = sum(a == b for a, b in zip(ours, expected, strict=True))
-    if 2 * num_same <= len(prompts):
-        sys.exit(
-            f"llama.cpp emits the tokens of Transformers for {num_same} prompts of {len(prompts)}; "
-            "its speed would mean nothing"
-        )
-    return expected
+    for engine in engines:
+        if engine.wrapped is not None:
+            engine.wrapped.acceptmoe.reset_statistics()
 
 
-def time_in_turn(engines: list[Engine], prompts: list[Tensor], rounds: int) -> None:
-    """Tokens per second of every engine on every prompt; a text of one token has none."""
-    for number in range(rounds * len(prompts)):
+def decode_timed(
+    engines: list[Engine], prompts: list[Tensor], rounds: int, console: Console
+) -> None:
+    """Tokens per second of every engine on every prompt."""
+    for number in track(range(rounds * len(prompts)), "Measuring", console=console):
         first = number % len(engines)
         for engine in [*engines[first:], *engines[:first]]:
             tokens, seconds = engine.decode(prompts[number % len(prompts)])
-            if len(tokens) > 1:
-                engine.speeds.append((len(tokens) - 1) / seconds)
+            engine.speeds.append((len(tokens) - 1) / seconds if len(tokens) > 1 else None)
 
 
 def natural_passes(
-    llama: LlamaEngine, prompts: list[Tensor], texts: list[list[int]]
-) -> list[dict[str, Any]]:
+    name: str, context: Context, prompts: list[Tensor], texts: list[list[int]]
+) -> list[Row]:
     """What passes of many rows cost llama.cpp, with the tokens that really follow the prompts."""
     rows = []
     for num_rows in PASS_ROWS:
@@ -168,14 +185,13 @@ def natural_passes(
             seconds
             for prompt, text in zip(prompts, texts, strict=True)
             if len(text) >= num_rows
-            for seconds in llama.time_pass(prompt[0].tolist(), text[:num_rows], PASS_REPEATS)
+            for seconds in time_pass(context, prompt[0].tolist(), text[:num_rows], PASS_REPEATS)
         ]
         if times:
             rows.append(
                 {
-                    "target": TARGET,
-                    "engine": "llama.cpp",
-                    "mode": "natural-pass",
+                    "engine": LLAMA,
+                    "mode": f"natural-pass {name}",
                     "num_nodes": num_rows,
                     "tokens_per_s": None,
                     "pass_ms": 1e3 * statistics.median(times),
@@ -185,51 +201,90 @@ def natural_passes(
     return rows
 
 
-def ratios(engines: list[Engine]) -> dict[str, float]:
-    """Of each engine over llama.cpp's plain decoding: the median over texts."""
-    plain = next(engine for engine in engines if engine.engine == "llama.cpp")
-    return {
-        f"{engine.engine} {engine.mode}": statistics.median(
-            a / b for a, b in zip(engine.speeds, plain.speeds, strict=False)
+def load_llama(
+    setup: Setup, options: argparse.Namespace, opened: ExitStack
+) -> tuple[dict[str, Context], Context]:
+    """The target's contexts, by the name of their attention, and the drafter's."""
+    from .llama_engine import LlamaContext, LlamaModel  # here: all else runs without llama.cpp
+
+    folder = Path(opened.enter_context(TemporaryDirectory(prefix="acceptmoe-gguf-")))
+    drafter = load_bundled_drafter("assistant", TARGET, torch.bfloat16, options.factor)
+    assert isinstance(drafter, AssistantDrafter)
+
+    def load(name: str, model: Any) -> LlamaModel:
+        path = folder / f"{name}.gguf"
+        write_gguf(path, model.config, model.state_dict())
+        return opened.enter_context(LlamaModel(path))
+
+    def context(model: LlamaModel, flash_attention: bool) -> Context:
+        return opened.enter_context(
+            LlamaContext(
+                model,
+                num_threads=options.threads,
+                num_slots=NUM_SLOTS,
+                flash_attention=flash_attention,
+            )
         )
-        for engine in engines
-    }
+
+    target = load("target", setup.model)
+    contexts = {name: context(target, is_flash) for name, is_flash in FLASH_ATTENTION.items()}
+    return contexts, context(load("drafter", drafter.model), flash_attention=True)
 
 
-def print_table(rows: list[dict[str, Any]], over_llama: dict[str, float]) -> None:
-    print(f"{'engine':<13} {'mode':<28} {'tokens/s':>9} {'over llama.cpp':>15} {'same text':>10}")
-    for row in rows:
-        name = f"{row['engine']} {row['mode']}"
-        if row["tokens_per_s"] is None:
-            print(f"{name}, {row['num_nodes']} rows: {row['pass_ms']:.1f} ms")
-            continue
-        print(
-            f"{row['engine']:<13} {row['mode']:<28} {row['tokens_per_s']:9.1f}"
-            f" {over_llama[name]:15.2f} {row['same_text']:>7}/{row['num_texts']}"
-        )
-
-
-def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """All rows, and the ratios over llama.cpp's plain decoding."""
+def measure(options: argparse.Namespace, console: Console) -> list[Row]:
+    """All rows. Raises `OtherModelError` when an engine computes another model."""
     setup = load_setup(TARGET, options.drafter, dtype=torch.bfloat16, factor=options.factor)
     drawn = mixed_problems(TEST_SPLIT, options.prompts, SEED)
     prompts = [encode(setup.tokenizer, problem.prompt, setup.model.device) for problem in drawn]
     end_ids = end_token_ids(setup.model, setup.tokenizer)
     settings = {"do_sample": False, "eos_token_id": end_ids, "pad_token_id": end_ids[0]}
     keywords = {"experts": options.experts, "compile": options.compile}
-    with TemporaryDirectory(prefix="acceptmoe-gguf-") as folder:
-        path = Path(folder, f"{TARGET}.gguf")
-        write_gguf(path, setup.model.config, setup.model.state_dict())
-        with LlamaEngine(path, options.threads, NUM_SLOTS) as llama:
-            engines = [transformers_engine(setup, settings), llama_engine(llama, settings)]
-            engines += [
-                tree_engine(setup, policy, tree, settings, keywords) for policy, tree in options.arm
-            ]
-            expected = check_texts(engines, prompts)
-            time_in_turn(engines, prompts, options.rounds)
-            rows = [engine.row(expected) for engine in engines]
-            rows += natural_passes(llama, prompts, expected)
-    return rows, ratios(engines)
+    with ExitStack() as opened:
+        contexts, drafter = load_llama(setup, options, opened)
+        engines = [transformers_engine(setup, settings)]
+        engines += [plain_engine(name, context, end_ids) for name, context in contexts.items()]
+        engines += [
+            drafted_engine(contexts["flash"], drafter, draft, end_ids) for draft in options.draft
+        ]
+        engines += [
+            tree_engine(setup, policy, tree, settings, keywords) for policy, tree in options.arm
+        ]
+        decode_untimed(engines, prompts, console)
+        compared = check_texts(engines, setup.model, prompts)
+        decode_timed(engines, prompts, options.rounds, console)
+        rows = [
+            row | compared[str(engine)]
+            for row, engine in zip(rows_of(engines), engines, strict=True)
+        ]
+        for name, context in contexts.items():
+            rows += natural_passes(name, context, prompts, engines[0].texts)
+    return [{"target": TARGET, **row} for row in rows]
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    table = Table(title=f"{TARGET}, tokens/s over llama.cpp's")
+    for title in ("engine", "mode"):
+        table.add_column(title, no_wrap=True)
+    for title in COLUMNS:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row["engine"], row["mode"], *(cell(row, name) for name in COLUMNS.values()))
+    console.print(table)
+    console.print(
+        "plain, best: over llama.cpp's faster plain decoding and over its best mode; same, tied: "
+        "texts; length: tokens a pass; draft, pass: milliseconds a block",
+        soft_wrap=True,
+    )
+
+
+def cell(row: Row, name: str) -> str:
+    value = row.get(name)
+    if isinstance(value, dict):
+        value = value["ratio"]
+        return f"{value:.2f}"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return "-" if value is None else str(value)
 
 
 def parse_arm(text: str) -> tuple[str, Tree]:
@@ -241,22 +296,53 @@ def parse_arm(text: str) -> tuple[str, Tree]:
     return policy, parse_tree(tree)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arm", action="append", type=parse_arm, metavar="POLICY@TREE")
-    parser.add_argument("--drafter", default="assistant", choices=DRAFTERS)
+def threads_sleep(environment: Mapping[str, str]) -> bool:
+    """Whether OpenMP's threads sleep as soon as they wait for another."""
+    is_passive = environment.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    return is_passive and "GOMP_SPINCOUNT" not in environment
+
+
+def parse_draft(text: str) -> Draft:
+    """Lengths of chains and when they end before that, as "3" or "7:0.5"."""
+    num_tokens, _, probability = text.partition(":")
+    draft = Draft(int(num_tokens), float(probability or 0.0))
+    if not 1 <= draft.num_tokens < NUM_SLOTS - MAX_LENGTH or not 0 <= draft.min_probability < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a length, as '3', or '3:0.5'")
+    return draft
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--arm", action="append", type=parse_arm, metavar="POLICY@TREE", help="ours; repeatable"
+    )
+    parser.add_argument(
+        "--draft",
+        action="append",
+        type=parse_draft,
+        metavar="LENGTH[:PROBABILITY]",
+        help="chains of llama.cpp, and how likely their tokens must be; repeatable",
+    )
+    parser.add_argument("--drafter", default="assistant", choices=DRAFTERS, help="of our arms")
     parser.add_argument("--experts", default="acceptmoe", choices=("acceptmoe", "none"))
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--factor", type=int, default=16, help="hidden 128 becomes 2048")
-    parser.add_argument("--prompts", type=int, default=8, help="at least 2, for quartiles")
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="timed texts of each prompt")
     parser.add_argument("--quick", action="store_true", help="two prompts, one round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write JSON (default: nowhere)")
     options = parser.parse_args(arguments)
+    # As defaults argparse would append to them.
     options.arm = options.arm or [parse_arm(f"{DEFAULT_POLICY}@16")]
-    if options.prompts < 2 or options.rounds < 1:
-        parser.error("--prompts must be 2 or larger and --rounds 1 or larger")
+    options.draft = options.draft or [parse_draft(text) for text in DRAFTS]
+    if threads_sleep(os.environ):
+        parser.error(
+            "OMP_WAIT_POLICY is passive, which slows llama.cpp down by a quarter; unset it, or set "
+            "GOMP_SPINCOUNT=10000 besides on a shared machine"
+        )
+    if options.prompts < 1 or options.rounds < 1:
+        parser.error("--prompts and --rounds must be 1 or larger")
     options.experts = None if options.experts == "none" else options.experts
     if options.quick:
         options.prompts, options.rounds = 2, 1
@@ -264,19 +350,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    options = parse()
+    options, console = parse(), Console()
+    console.width = max(120, console.width)  # into a file it would be 80
     torch.set_num_threads(options.threads)
-    rows, over_llama = measure(options)
-    print_table(rows, over_llama)
+    try:
+        rows = measure(options, console)
+    except OtherModelError as error:
+        sys.exit(str(error))
+    show(rows, console)
     if options.out is not None:
-        settings = {
-            name: getattr(options, name)
-            for name in ("drafter", "experts", "compile", "factor", "rounds", "threads")
-        }
-        settings["llama_cpp_python"] = version("llama-cpp-python")
-        save_results(
-            options.out, "peers", rows, seed=SEED, settings=settings, over_llama_cpp=over_llama
-        )
+        save_results(options.out, "peers", rows, seed=SEED, settings=recorded_settings(options))
+
+
+def recorded_settings(options: argparse.Namespace) -> dict[str, Any]:
+    from .llama_engine import system_features
+
+    names = ("drafter", "experts", "compile", "factor", "prompts", "rounds", "threads")
+    return {
+        **{name: getattr(options, name) for name in names},
+        **{name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
+        "llama_cpp_python": version("llama-cpp-python"),
+        "llama_cpp_features": system_features(),
+    }
 
 
 if __name__ == "__main__":

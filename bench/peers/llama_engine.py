@@ -1,13 +1,16 @@
-"""Greedy decoding and passes of many rows by llama.cpp, through its C interface.
+"""Passes of llama.cpp over one sequence of tokens, through its C interface.
 
 The classes of llama-cpp-python need a tokenizer and copy logits; these calls need neither.
 Axes: T rows, V vocabulary.
+
+What makes llama.cpp fastest is chosen here: weights are mapped, not copied (its default, and no
+slower), a prompt is one physical batch, and every context has as many threads as it is given.
+Flash attention is the caller's choice: on a processor it helps few rows and slows down many.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,35 +18,66 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from .llama_decoding import Logits
+
+# Of the module, because llama.cpp calls it for as long as anything of it is left.
+_QUIET = llama_cpp.llama_log_callback(lambda *_: None)
+
 
 class LlamaError(RuntimeError):
     """llama.cpp refused a file or a batch."""
 
 
-class LlamaEngine:
-    """One model and one sequence; a context manager that frees both."""
+class LlamaModel:
+    """The weights in a GGUF file; a context manager that frees them."""
 
-    def __init__(self, path: Path, num_threads: int, num_slots: int) -> None:
+    def __init__(self, path: Path) -> None:
         llama_cpp.llama_backend_init()
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)  # kept alive by this reference
-        llama_cpp.llama_log_set(self._quiet, None)
-        self._model: Any = llama_cpp.llama_model_load_from_file(
+        llama_cpp.llama_log_set(_QUIET, None)
+        self.pointer: Any = llama_cpp.llama_model_load_from_file(
             str(path).encode(), llama_cpp.llama_model_default_params()
         )
-        if not self._model:
+        if not self.pointer:
             raise LlamaError(f"llama.cpp cannot load {path}")
+        vocabulary = llama_cpp.llama_model_get_vocab(self.pointer)
+        self.vocab_size: int = llama_cpp.llama_vocab_n_tokens(vocabulary)
+
+    def __enter__(self) -> LlamaModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        llama_cpp.llama_model_free(self.pointer)
+
+
+class LlamaContext:
+    """One sequence of at most `num_slots` tokens, a `Context`; a context manager that frees it."""
+
+    def __init__(
+        self, model: LlamaModel, *, num_threads: int, num_slots: int, flash_attention: bool
+    ) -> None:
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = num_slots
         settings.n_threads = settings.n_threads_batch = num_threads
-        self._context: Any = llama_cpp.llama_init_from_model(self._model, settings)
+        settings.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            if flash_attention
+            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        self._context: Any = llama_cpp.llama_init_from_model(model.pointer, settings)
         if not self._context:
             raise LlamaError(f"llama.cpp cannot make a context of {num_slots} tokens")
-        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
-        self._vocab_size: int = llama_cpp.llama_vocab_n_tokens(vocabulary)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab_size = model.vocab_size
         self._num_slots = num_slots
         self._batch: Any = llama_cpp.llama_batch_init(num_slots, 0, 1)
+        self._length = 0
 
-    def __enter__(self) -> LlamaEngine:
+    def __enter__(self) -> LlamaContext:
         return self
 
     def __exit__(
@@ -54,55 +88,41 @@ class LlamaEngine:
     ) -> None:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
-        llama_cpp.llama_model_free(self._model)
 
-    def generate(
-        self, prompt: Sequence[int], max_new_tokens: int, end_ids: Collection[int]
-    ) -> tuple[list[int], float]:
-        """The new tokens, an end included, and the seconds from the first to the last of them."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        self._decode(prompt, first=0, wants_all=False)
-        tokens = [self._likeliest(len(prompt) - 1)]
-        start = time.perf_counter()
-        while tokens[-1] not in end_ids and len(tokens) < max_new_tokens:
-            self._decode(tokens[-1:], first=len(prompt) + len(tokens) - 1, wants_all=False)
-            tokens.append(self._likeliest(0))
-        return tokens, time.perf_counter() - start
+    @property
+    def length(self) -> int:
+        return self._length
 
-    def time_pass(self, prefix: Sequence[int], rows: Sequence[int], repeats: int) -> list[float]:
-        """Seconds of each pass over `rows`, the tokens that follow `prefix`, with all logits.
+    def keep(self, length: int) -> None:
+        """Forget the tokens from position `length` on."""
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1)
+        self._length = length
 
-        The rows are a chain: what a pass costs does not depend on who sees whom.
+    def read(self, tokens: Sequence[int], *, wants_all: bool = False) -> Logits:
+        """Append `tokens` in one pass: the logits of the last, [1, V], or of all, [T, V].
+
+        They are llama.cpp's own memory, which the next pass overwrites.
         """
-        memory = llama_cpp.llama_get_memory(self._context)
-        llama_cpp.llama_memory_clear(memory, True)
-        self._decode(prefix, first=0, wants_all=False)
-        times = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            self._decode(rows, first=len(prefix), wants_all=True)
-            times.append(time.perf_counter() - start)
-            llama_cpp.llama_memory_seq_rm(memory, 0, len(prefix), -1)
-        return times[1:]  # the first one builds the graph for this number of rows
-
-    def _decode(self, tokens: Sequence[int], *, first: int, wants_all: bool) -> None:
-        """Run `tokens` at positions from `first` on; logits of the last one, or of all."""
-        if first + len(tokens) > self._num_slots:
+        if self._length + len(tokens) > self._num_slots:
             raise LlamaError(f"the text is longer than the {self._num_slots} tokens of the context")
         batch = self._batch
         batch.n_tokens = len(tokens)
         for row, token in enumerate(tokens):
             batch.token[row] = token
-            batch.pos[row] = first + row
+            batch.pos[row] = self._length + row
             batch.n_seq_id[row] = 1
             batch.seq_id[row][0] = 0
             batch.logits[row] = wants_all or row == len(tokens) - 1
         status = llama_cpp.llama_decode(self._context, batch)
         if status:
             raise LlamaError(f"llama_decode of {len(tokens)} tokens returned {status}")
-        # Passes run asynchronously; reading logits would wait for them too.
-        llama_cpp.llama_synchronize(self._context)
+        self._length += len(tokens)
+        # Waits for the pass, which runs asynchronously. The rows lie one behind the other.
+        logits = llama_cpp.llama_get_logits(self._context)
+        num_rows = len(tokens) if wants_all else 1
+        return np.ctypeslib.as_array(logits, shape=(num_rows, self._vocab_size))
 
-    def _likeliest(self, row: int) -> int:
-        logits = llama_cpp.llama_get_logits_ith(self._context, row)
-        return int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+
+def system_features() -> str:
+    """The instruction sets that llama.cpp was built for, in its own words."""
+    return str(llama_cpp.llama_print_system_info().decode())

@@ -25,9 +25,9 @@ from acceptmoe.decoding.emission import HeldStreamer, TokenEmitter
 from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.online_table import OnlineCommitmentTable
 from acceptmoe.decoding.session import Session
+from acceptmoe.decoding.turns import turns_of
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
-from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.errors import (
     InvalidArgumentError,
     TableError,
@@ -124,7 +124,8 @@ def wrap(
         raise InvalidArgumentError(f"guard is {guard!r}; it must be True or False")
     chosen_policy = load_policy(policy)
     chosen_drafter = load_drafter(drafter)
-    chosen_drafter.check_target(model)
+    with turns_of(chosen_drafter).taken("wrap"):  # another model may be drafting with it
+        chosen_drafter.check_target(model)
     chosen_table = _load_table(table, chosen_policy)
     if chosen_table is not None:
         chosen_table.check(
@@ -152,8 +153,6 @@ def wrap(
         model, adapter, chosen_policy, chosen_table, chosen_drafter, num_nodes, max_depth, passes
     )
     session.use_experts(experts_patch, model.get_output_embeddings().weight)
-    if isinstance(chosen_drafter, Eagle3Drafter):
-        chosen_drafter.use_compiled_kernels(experts is not None)
     session.auditor = Auditor(audit, max_kl, [layer.name for layer in adapter.layers])
     session.guard = guard
     if isinstance(chosen_table, OnlineCommitmentTable):
@@ -231,14 +230,13 @@ class AcceptMoEMixin:
         **kwargs: Any,
     ) -> Any:
         """Transformers' `generate`; keywords that do not go with draft trees are refused."""
-        self.acceptmoe.adapter.check_attention(cast(PreTrainedModel, self))  # it can be changed
-        check_call(
-            cast(PreTrainedModel, self), inputs, {**kwargs, "generation_config": generation_config}
-        )
+        model, session = cast(PreTrainedModel, self), self.acceptmoe
+        session.adapter.check_attention(model)  # it can be changed
+        check_call(model, inputs, {**kwargs, "generation_config": generation_config})
         if streamer is not None:
             check_streamer(streamer)
             kwargs["streamer"] = HeldStreamer(streamer)
-        with self.acceptmoe.exclusive("generate"):
+        with session.exclusive("generate"), session.drafting(model, "generate"):
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def _validate_generation_mode(

@@ -96,14 +96,22 @@ def audit_prompts(
 def _set_aside(session: Session, share: float) -> Iterator[Auditor]:
     """Give the session empty counts and an audit of its own; what it had comes back at the end."""
     kept = session.statistics, session.patch.counters, session.auditor
+    num_guarded_steps, passes = session.history.num_guarded_steps, session.compiled
+    keeps_layers = passes is not None and passes.keeps_layers
     names = [layer.name for layer in session.adapter.layers]
     auditor = Auditor(share, None, names)
     session.statistics, session.auditor = DecodingStatistics(), auditor
     session.patch.counters = RoutingCounters()
+    session.history.num_guarded_steps = 0
+    if passes is not None:
+        passes.keeps_layers = share > 0
     try:
         yield auditor
     finally:
         session.statistics, session.patch.counters, session.auditor = kept
+        session.history.num_guarded_steps = num_guarded_steps
+        if passes is not None:
+            passes.keeps_layers = keeps_layers
 
 
 def _check_prompts(

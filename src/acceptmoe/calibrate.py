@@ -27,6 +27,7 @@ from transformers import (
 from acceptmoe.decoding.emission import TokenEmitter
 from acceptmoe.decoding.loop import decode
 from acceptmoe.decoding.session import Session
+from acceptmoe.decoding.turns import turns_of
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.drafting import Drafter, load_drafter
 from acceptmoe.errors import InvalidArgumentError, TreeError, WrapStateError
@@ -107,7 +108,8 @@ def calibrate(
     _check_numbers(num_nodes, max_depth, max_new_tokens, held_out_fraction, seed)
     rows = _check_prompts(prompts, model, max_new_tokens)
     chosen_drafter = load_drafter(drafter)
-    chosen_drafter.check_target(model)
+    with turns_of(chosen_drafter).taken("calibrate"):  # another model may be drafting with it
+        chosen_drafter.check_target(model)
     if command is None:
         command = (
             f"acceptmoe.calibrate.calibrate(model, {chosen_drafter.name!r}, prompts, "
@@ -121,7 +123,8 @@ def calibrate(
         for done, prompt in enumerate(rows):
             if progress is not None:
                 progress(done, len(rows))
-            recorders.append(_record(model, session, prompt, max_new_tokens))
+            with session.drafting(model, "calibrate"):
+                recorders.append(_record(model, session, prompt, max_new_tokens))
     finally:
         session.detach()
     if progress is not None:

@@ -344,6 +344,15 @@ class CommitmentTable:
         commitment = _interpolate(knots.path_probabilities, knots.commitments, path_probabilities)
         return torch.cat([torch.ones_like(commitment[:1]), commitment[1:]])
 
+    def min_path_probability(self, commitment: float) -> float:
+        """A path probability below which every node's calibrated commitment is smaller still.
+
+        At most 2^-12 below the smallest one that reaches `commitment`.
+        """
+        grid = torch.linspace(0, 1, 2**12 + 1)
+        is_less = self.path_commitment(grid)[1:] < commitment  # of row 0, the root, always 1
+        return float(grid[int(is_less.sum())])
+
     def check(
         self,
         *,

@@ -6,7 +6,6 @@ Node 0 is the root, the last committed token; depth counts edges, so the root ha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,7 +132,7 @@ class DraftTree:
         if probabilities[0] != 1.0:
             raise TreeError(f"the root's path probability is {probabilities[0]}; it must be 1")
         for node, probability in enumerate(probabilities):
-            if not (math.isfinite(probability) and 0.0 <= probability <= 1.0):
+            if not 0.0 <= probability <= 1.0:
                 raise TreeError(
                     f"path_probabilities[{node}] is {probability}; it must lie in [0, 1]"
                 )

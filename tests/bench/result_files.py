@@ -55,7 +55,15 @@ def save_quality(path: Path, rows: list[Row], seed: int = 0) -> Path:
         "kl": 0.001,
         "kl_paper": 0.002,
     }
-    rival = {"target": "tiny-qwen3-moe", "rival": "moe-spec:budget=8", "is_dominated": False}
+    rival = {
+        "target": "tiny-qwen3-moe",
+        "rival": "moe-spec:budget=8",
+        "experts_used": 8.0,
+        "kl": 0.25,
+        "accepted_length": 4.0,
+        "best": None,
+        "is_dominated": False,
+    }
     summary = {
         "accuracy": [accuracy],
         "default_against_paper": [paper],

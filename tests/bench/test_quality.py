@@ -21,7 +21,7 @@ from acceptmoe.bench.quality_decoding import (
     drawn_problems,
     until_end,
 )
-from acceptmoe.bench.quality_rows import judge, quality_rows, summarise
+from acceptmoe.bench.quality_rows import Means, against_moe_spec, judge, quality_rows, summarise
 from acceptmoe.bench.setups import load_setup
 from acceptmoe.bench.work_file import Record
 from acceptmoe.bench.workloads import CALIBRATION_SPLIT, TEST_SPLIT, TUNING_SPLIT, encode
@@ -211,6 +211,33 @@ def test_the_summary_compares_on_the_same_prompts(
         r["experts_used"] / r["num_passes"] for r in records if r["policy"] == "moe-spec:budget=2"
     ]
     assert rival["experts_used"] == pytest.approx(sum(used) / 2)
+
+
+def test_of_the_settings_that_dominate_a_budget_the_one_that_accepts_most_is_named(
+    settings: QualitySettings, records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has fewer experts and a lower KL, the third accepts more but has a higher KL."""
+    means = {
+        "moe-spec:budget=2": Means(4.0, 0.1, 4.0),
+        "accept": Means(3.0, 0.05, 3.5),
+        "accept:size=0.1": Means(2.0, 0.0, 1.0),
+        "accept:size=0.2": Means(3.0, 0.2, 4.0),
+        "accept:size=3": Means(5.0, 0.0, 4.0),
+    }
+    judged = judge(settings, records)
+    monkeypatch.setattr(QualitySettings, "policies", lambda self, target: tuple(means))
+    monkeypatch.setattr(
+        "acceptmoe.bench.quality_rows.mean_over_tasks",
+        lambda judged, target, policy, few_only: means[policy],
+    )
+    (row,) = against_moe_spec(judged, "random-moe")
+    assert (row["best"], row["is_dominated"], row["best_accepted_length"]) == ("accept", True, 3.5)
+    means["moe-spec:budget=2"] = Means(2.5, -1.0, 4.0)
+    (row,) = against_moe_spec(judged, "random-moe")
+    assert (row["best"], row["is_dominated"]) == ("accept:size=0.1", False)
+    means["moe-spec:budget=2"] = Means(1.0, 0.1, 4.0)
+    (row,) = against_moe_spec(judged, "random-moe")
+    assert (row["best"], row["best_kl"], row["is_dominated"]) == (None, None, False)
 
 
 def test_equal_texts_are_checked_once(

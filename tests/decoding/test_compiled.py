@@ -279,6 +279,15 @@ class TestPassesAreDropped:
         handle.remove()
         assert wrapped.acceptmoe.report()["compiled"]["num_passes_invalidated"] == 3
 
+    def test_and_caches_with_them_when_the_dtype_changes(self, target) -> None:
+        model = wrap_with_passes(make_model("mixtral"), (8,), policy="natural", num_nodes=7)
+        greedy(model, target[1][0])
+        model.to(torch.bfloat16)
+        greedy(model, target[1][0])
+        assert {
+            layer.keys.dtype for layer in model.acceptmoe.compiled._caches[MIN_SLOTS].layers
+        } == {torch.bfloat16}
+
     def test_with_the_least_recently_used_cache(self, wrapped, target) -> None:
         for num_slots in (1, 2, 4):  # capacities of the first bucket, the next, and the one after
             greedy(

@@ -155,7 +155,7 @@ def test_it_is_checked_against_target_and_drafter_like_any_table() -> None:
         acceptmoe.wrap(model, OnlineCommitmentTable(make_table()), drafter="ngram")
 
 
-@pytest.mark.parametrize("value", [0.5, 0, -1, math.inf, math.nan, True, "64"])
+@pytest.mark.parametrize("value", [0.5, 0, -1, math.inf, math.nan, True, "64", 10**400])
 def test_an_absurd_half_life_is_refused(value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=r"half_life is .*; it must be a number of blo"):
         OnlineCommitmentTable(make_table(), half_life=value)

@@ -28,6 +28,7 @@ from transformers import (
 
 from acceptmoe.drafting import AssistantDrafter, Drafter, assistant
 from acceptmoe.errors import DrafterError, InvalidArgumentError
+from acceptmoe.policies.drafts import keep_nodes
 from acceptmoe.tree import DraftTree, sibling_tokens_are_distinct
 
 VOCAB = 50
@@ -231,6 +232,27 @@ def test_proposing_twice_gives_the_same_tree(small_llama: PreTrainedModel) -> No
     drafter = start(AssistantDrafter(small_llama), random_text(7))
     first = drafter.propose(12, 3)
     assert_same_tree(drafter.propose(12, 3), paths(first))
+
+
+@pytest.mark.parametrize("min_probability", [1e-4, 3e-3, 0.05, 1.0])
+def test_what_will_not_be_verified_is_not_expanded(
+    small_llama: PreTrainedModel, min_probability: float
+) -> None:
+    """Above the floor the tree is the same, with fewer passes the higher the floor is."""
+    drafter = start(AssistantDrafter(small_llama), random_text(7))
+    whole = drafter.propose(24, 4)
+    drafter.min_probability = min_probability
+    tree = drafter.propose(24, 4)
+    above = above_floor(whole, min_probability)
+    assert_same_tree(above_floor(tree, min_probability), paths(above))
+    if min_probability == 1.0:
+        assert drafter._num_cached + 1 >= drafter._cache.get_seq_length()  # no level was run
+
+
+def above_floor(tree: DraftTree, min_probability: float) -> DraftTree:
+    return keep_nodes(
+        tree, [n for n, p in enumerate(tree.path_probabilities) if p >= min_probability]
+    )
 
 
 def test_start_forgets_the_text_before(small_llama: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.drafting.eagle3_checkpoint import save_head
 from acceptmoe.drafting.eagle3_layouts import LAYOUTS, Layout
 from acceptmoe.errors import DrafterError, InvalidArgumentError
+from acceptmoe.policies.drafts import keep_nodes
 from acceptmoe.tree import DraftTree, sibling_tokens_are_distinct
 
 TARGET = small_target()
@@ -99,6 +100,28 @@ def test_a_head_proposes_the_same_tree_from_every_layout(layout: Layout, tmp_pat
     for drafter in (original, loaded):
         drafter.start(torch.tensor([3, *tokens[:4]]), tokens[4], features)
     assert loaded.propose(20, 5) == original.propose(20, 5)
+
+
+@pytest.mark.parametrize("min_probability", [1e-4, 2e-3, 0.01, 1.0])
+def test_what_will_not_be_verified_is_not_expanded(min_probability: float) -> None:
+    """Above the floor the trees are the same, round by round."""
+    whole, drafter = bound_drafter(topk=8), bound_drafter(topk=8)
+    drafter.min_probability = min_probability
+    width = drafter.head.config.feature_size
+    tokens, features = random_pairs(9, width)
+    for each in (whole, drafter):
+        each.start(torch.tensor(tokens), 3, features)
+    for seed in range(3):
+        expected, tree = (
+            keep_nodes(
+                tree, [n for n, p in enumerate(tree.path_probabilities) if p >= min_probability]
+            )
+            for tree in (each.propose(24, 5) for each in (whole, drafter))
+        )
+        assert_same_tree(tree, expected.tokens, expected.parents, expected.path_probabilities)
+        committed, features = random_pairs(3, width, seed=seed + 5)
+        for each in (whole, drafter):
+            each.extend(committed, features)
 
 
 def test_extending_equals_a_fresh_start() -> None:

@@ -39,7 +39,12 @@ def uses_kernels(folder: Path, dtype: torch.dtype, experts: str | None) -> bool:
     model = low_precision_target(dtype)
     drafter = Eagle3Drafter.from_pretrained(folder)
     acceptmoe.wrap(model, drafter=drafter, policy="natural", num_nodes=8, experts=experts)
-    return drafter.head.uses_compiled_kernels
+    return uses_kernels_in_a_text(model, drafter)
+
+
+def uses_kernels_in_a_text(model: Qwen3MoeForCausalLM, drafter: Eagle3Drafter) -> bool:
+    with model.acceptmoe.drafting(model, "the test"):
+        return drafter.head.uses_compiled_kernels
 
 
 def test_low_precision_uses_them_when_asked(folder: Path) -> None:
@@ -56,7 +61,7 @@ def test_a_later_wrap_without_them_switches_them_off(folder: Path) -> None:
     for experts in ("acceptmoe", None):
         model = low_precision_target()
         acceptmoe.wrap(model, drafter=drafter, policy="natural", num_nodes=8, experts=experts)
-        assert drafter.head.uses_compiled_kernels is (experts is not None)
+        assert uses_kernels_in_a_text(model, drafter) is (experts is not None)
 
 
 def test_trees_have_the_same_probabilities_within_rounding(folder: Path) -> None:

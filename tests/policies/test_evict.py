@@ -81,7 +81,19 @@ def test_what_drafting_takes_counts_for_every_size():
 
 
 @pytest.mark.parametrize(
-    "costs", [{}, {2: 1.0}, {1: 0.0}, {1: -1.0}, {1: "x"}, {1.0: 1.0}, {1: float("nan")}, [1.0], 3]
+    "costs",
+    [
+        {},
+        {2: 1.0},
+        {1: 0.0},
+        {1: -1.0},
+        {1: "x"},
+        {1.0: 1.0},
+        {1: float("nan")},
+        {1: 10**400},
+        [1.0],
+        3,
+    ],
 )
 def test_what_is_no_cost_is_refused(costs):
     with pytest.raises(InvalidArgumentError, match=r"costs is .*; it must map numbers of nodes"):

@@ -70,9 +70,9 @@ def test_the_default_settings_are_those_that_the_search_chose():
         "size": 0.3,
         "combine": "router",
         "min_commitment": 0.02,
-        "max_lost": 0.35,
-        "max_lost_unsure": 0.05,
-        "sure_above": 0.98,
+        "max_lost": 0.4,
+        "max_lost_unsure": 0.07,
+        "sure_above": 0.99,
     }
 
 
@@ -107,6 +107,9 @@ def test_nodes_that_are_hardly_ever_committed_are_not_verified():
         def path_commitment(self, probabilities: torch.Tensor) -> torch.Tensor:
             return probabilities.sqrt()
 
+        def min_path_probability(self, commitment: float) -> float:
+            return commitment**2
+
     table = SquareRoots()
     tree = DraftTree((7, 1, 2, 3, 4), (-1, 0, 0, 1, 3), (1.0, 0.25, 0.04, 0.03, 0.25e-3))
 
@@ -133,7 +136,7 @@ def test_rows_that_lost_much_are_trusted_only_where_they_are_sure():
     assert trust.trusted(lost.double(), logits.bfloat16()).tolist()[:2] == [True, False]
     assert AcceptPolicy(max_lost=1, max_lost_unsure=1).trust is None
     assert AcceptPolicy(max_lost=1, sure_above=0).trust is None
-    assert AcceptPolicy().trust == trust
+    assert AcceptPolicy(max_lost=0.35, max_lost_unsure=0.05, sure_above=0.98).trust == trust
 
 
 def test_every_row_keeps_as_many_of_its_best_experts_as_it_is_told():
@@ -230,6 +233,8 @@ def test_an_unknown_policy_is_refused_with_the_known_names(spec):
         ("moe-spec", "'moe-spec' needs budget; write for instance 'moe-spec:budget=16'"),
         ("lynx", "'lynx' needs drop; write for instance 'lynx:drop=0.25'"),
         ("lynx:drop=1", "drop is 1; it must be a share of the union, from 0 to less than 1"),
+        (f"lynx:drop={10**400}", f"drop is {10**400}; it must be a share of the union"),
+        ("accept:top=1,top=2", "policy 'accept:top=1,top=2' sets top twice; it must be set once"),
         ("lynx:drop=nan", "drop is nan; it must be a share of the union"),
         ("accept:top=-1", "top is -1; it must be a whole number of experts, 0 or more"),
         ("accept:top=1.5", "top is 1.5; it must be a whole number of experts, 0 or more"),
@@ -244,7 +249,7 @@ def test_bad_settings_are_refused(spec, message):
         load_policy(spec)
 
 
-@pytest.mark.parametrize("value", [-0.5, 17, math.nan, math.inf, True, "0.5", None])
+@pytest.mark.parametrize("value", [-0.5, 17, 10**400, math.nan, math.inf, True, "0.5", None])
 def test_absurd_exponents_are_refused(value):
     with pytest.raises(InvalidArgumentError, match=r"exponent is .*; it must be"):
         AcceptPolicy(exponent=value)

@@ -71,7 +71,7 @@ def test_where_a_row_uses_every_expert_nothing_is_biased():
     assert not S2Policy(2).select(block).choice_bias.any()
 
 
-@pytest.mark.parametrize("strength", [-1, math.nan, math.inf, True, "1"])
+@pytest.mark.parametrize("strength", [-1, math.nan, math.inf, True, "1", 1e39, 10**400])
 def test_an_absurd_strength_is_refused(strength):
     with pytest.raises(InvalidArgumentError, match=r"strength is .*; it must be a number, 0 or la"):
         S2Policy(4, strength=strength)

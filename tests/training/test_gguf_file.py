@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from eagle3_fixtures import small_target
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from peers.gguf_file import gguf_metadata, gguf_tensors
 
@@ -18,6 +19,25 @@ def test_tensors_have_the_names_that_llama_cpp_asks_for() -> None:
     tensors = dict(gguf_tensors(small_target().state_dict()))
     layers = {f"blk.{layer}.{name}" for layer in range(5) for name in NAMES_OF_A_LAYER}
     assert set(tensors) == layers | {"token_embd.weight", "output_norm.weight", "output.weight"}
+
+
+def test_a_dense_drafter_has_other_names_and_sizes() -> None:
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=20,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=10,
+    )
+    tensors = dict(gguf_tensors(Qwen3ForCausalLM(config).state_dict()))
+    assert {name for name in tensors if name.startswith("blk.1.ffn")} == {
+        f"blk.1.ffn_{name}.weight" for name in ("norm", "gate", "up", "down")
+    }
+    metadata = gguf_metadata(config)
+    assert metadata["qwen3.feed_forward_length"] == 24
+    assert not any("expert" in key for key in metadata)
 
 
 def test_gates_and_ups_are_split_and_nothing_else_changes() -> None:
@@ -64,10 +84,12 @@ def test_a_target_that_llama_cpp_computes_otherwise_is_refused() -> None:
         gguf_metadata(small_target(norm_topk_prob=False).config)
     config = small_target(norm_topk_prob=True).config
     config.model_type = "olmoe"
-    with pytest.raises(ValueError, match="the target is a olmoe; it must be a qwen3_moe"):
+    with pytest.raises(
+        ValueError, match="the model is a olmoe; it must be one of qwen3_moe, qwen3"
+    ):
         gguf_metadata(config)
 
 
 def test_an_unknown_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mlp\.bias is no tensor of a Qwen3-MoE model"):
+    with pytest.raises(ValueError, match=r"mlp\.bias is no tensor of a Qwen3 model"):
         list(gguf_tensors({"model.layers.0.mlp.bias": torch.zeros(2)}))

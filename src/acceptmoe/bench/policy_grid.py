@@ -18,15 +18,16 @@ MOE_SPEC_SHARES = (
     Fraction(3, 8),
     Fraction(1, 2),
 )
-# From many experts to few: the larger the exponent and the smaller the size, the fewer rows and
+# From many experts to few: the larger the floor, the exponent and 1 / size, the fewer rows and
 # experts count. The last one keeps the root's own experts and nothing else.
 CURVE = (
-    "exponent=0.5",
-    "exponent=1,size=0.7",
-    "exponent=2,size=0.7",
-    "exponent=2,size=0.4",
-    "exponent=4,size=0.2",
-    "exponent=16,size=0.001",
+    "exponent=0.5,size=0.6",
+    "min_commitment=0.06",
+    "min_commitment=0.15,size=0.1",
+    "min_commitment=0.4,size=0.1",
+    "exponent=2,top=0,size=0.4",
+    "exponent=4,top=0,size=0.2",
+    "exponent=16,top=0,size=1e-06",
 )
 RIVAL_SHARE = Fraction(1, 4)  # of the experts, for rivals with one setting
 LOSSLESS = ("evict", "utility")  # they shape the tree, not the routing

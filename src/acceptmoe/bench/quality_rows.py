@@ -171,24 +171,38 @@ def accuracy_over_pairs(judged: Judged, policy: str) -> Row:
     }
 
 
+@dataclass(frozen=True)
+class Means:
+    """Of one policy, each the mean of the tasks'; 0 where nothing was ever drafted."""
+
+    experts_used: float
+    kl: float
+    accepted_length: float
+
+
 def against_paper(judged: Judged, target: str) -> Row:
-    """Experts used and KL of the default and of the paper's rule, on the same prompts."""
+    """Experts used, KL and accepted length of the default and the paper's rule, same prompts."""
     ours = mean_over_tasks(judged, target, DEFAULT_POLICY)
     paper = mean_over_tasks(judged, target, PAPER)
+    is_known = ours.experts_used and paper.experts_used
     return {
         "target": target,
-        "experts_used": ours[0],
-        "experts_used_paper": paper[0],
-        "saved_share": None if not (ours[0] and paper[0]) else 1 - ours[0] / paper[0],
-        "kl": ours[1],
-        "kl_paper": paper[1],
+        "experts_used": ours.experts_used,
+        "experts_used_paper": paper.experts_used,
+        "saved_share": 1 - ours.experts_used / paper.experts_used if is_known else None,
+        "kl": ours.kl,
+        "kl_paper": paper.kl,
+        "accepted_length": ours.accepted_length,
+        "accepted_length_paper": paper.accepted_length,
     }
 
 
 def against_moe_spec(judged: Judged, target: str) -> list[Row]:
-    """For each budget, the default's setting with the lowest KL among those that use no more.
+    """For each budget, the default's best setting among those that use no more experts.
 
-    All are compared on the rivals' prompts alone.
+    The best has the longest accepted length of those with no higher KL, for few experts are easily
+    saved by accepting nothing; where there are none, it has the lowest KL. All are compared on the
+    rivals' prompts alone.
     """
     few = judged.settings.policies(target)
     curve = [spec for spec in few if spec.partition(":")[0] == DEFAULT_POLICY]
@@ -197,34 +211,35 @@ def against_moe_spec(judged: Judged, target: str) -> list[Row]:
     for spec in few:
         if not spec.startswith("moe-spec:"):
             continue
-        used, kl = mean_over_tasks(judged, target, spec, few_only=True)
-        no_larger = [own for own in curve if points[own][0] <= used]
-        best = min(no_larger, key=lambda own: points[own][1], default=None)
+        rival = mean_over_tasks(judged, target, spec, few_only=True)
+        no_larger = [own for own in curve if points[own].experts_used <= rival.experts_used]
+        better = [own for own in no_larger if points[own].kl <= rival.kl]
+        best: str | None = min(no_larger, key=lambda own: points[own].kl, default=None)
+        if better:
+            best = max(better, key=lambda own: points[own].accepted_length)
+        of_best = dict.fromkeys(vars(rival)) if best is None else vars(points[best])
         rows.append(
             {
                 "target": target,
                 "rival": spec,
-                "experts_used": used,
-                "kl": kl,
+                **vars(rival),
                 "best": best,
-                "best_experts_used": None if best is None else points[best][0],
-                "best_kl": None if best is None else points[best][1],
-                "is_dominated": best is not None and points[best][1] <= kl,
+                **{f"best_{name}": value for name, value in of_best.items()},
+                "is_dominated": bool(better),
             }
         )
     return rows
 
 
-def mean_over_tasks(
-    judged: Judged, target: str, policy: str, *, few_only: bool = False
-) -> tuple[float, float]:
-    """Experts used and KL, each the mean of the tasks'; 0 where nothing was ever drafted."""
+def mean_over_tasks(judged: Judged, target: str, policy: str, *, few_only: bool = False) -> Means:
+    """The means of a policy on a target, over all prompts or the rivals' alone."""
     limit = judged.settings.num_rival_prompts if few_only else judged.settings.num_prompts
-    used, kl = [], []
+    used, kl, length = [], [], []
     for task in judged.settings.tasks:
         group = judged.records[target, task, policy]
         trees = {index: record for index, record in group.items() if index < limit}
         num_passes = sum(record["num_passes"] for record in trees.values())
         used.append(pooled(trees, "experts_used", num_passes) or 0.0)
         kl.append(pooled_fidelity(trees).kl or 0.0)
-    return statistics.fmean(used), statistics.fmean(kl)
+        length.append(pooled(trees, "num_verified_tokens", num_passes) or 0.0)
+    return Means(*map(statistics.fmean, (used, kl, length)))

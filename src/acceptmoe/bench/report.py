@@ -161,6 +161,15 @@ def quality_claims(summary: dict[str, Any]) -> Iterable[tuple[str, bool]]:
             "dominated: some setting of the default uses no more experts at no higher KL.",
             num_dominated == len(rivals),
         )
+    for claim in rivals:
+        if claim["best"] is not None:
+            yield (
+                f"{claim['target']}, {claim['rival']}: {claim['experts_used']:.1f} experts, KL "
+                f"{claim['kl']:.5f}, {claim['accepted_length']:.2f} tokens a pass. "
+                f"{claim['best']}: {claim['best_experts_used']:.1f} experts, "
+                f"{claim['best_kl']:.5f}, {claim['best_accepted_length']:.2f}.",
+                claim["is_dominated"],
+            )
 
 
 def speed_parts(results: Results, drawn: list[Figure]) -> list[str]:

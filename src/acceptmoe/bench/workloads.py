@@ -37,7 +37,16 @@ def chain(num_nodes: int) -> Tree:
     return Tree(num_nodes, num_nodes - 1, is_chain=True)
 
 
-TREES = (chain(4), chain(6), Tree(8, 5), Tree(16, 5), Tree(32, 5), Tree(64, 5))
+TREES = (
+    chain(4),
+    chain(6),
+    Tree(8, 5),
+    Tree(16, 5),
+    Tree(32, 5),
+    Tree(64, 5),
+    Tree(16, 10),
+    Tree(32, 10),
+)
 
 
 def parse_tree(text: str) -> Tree:

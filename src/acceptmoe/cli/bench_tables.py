@@ -83,10 +83,13 @@ def show_quality(content: dict[str, Any]) -> None:
     for claim in content["summary"]["default_against_moe_spec"]:
         best = "no setting uses as few"
         if claim["best"] is not None:
-            best = f"{claim['best']} {claim['best_experts_used']:.1f} at {claim['best_kl']:.5f}"
+            best = (
+                f"{claim['best']} {claim['best_experts_used']:.1f} at {claim['best_kl']:.5f}, "
+                f"{claim['best_accepted_length']:.2f} tokens a pass"
+            )
         print_line(
             f"{claim['target']}: {claim['rival']} {claim['experts_used']:.1f} at "
-            f"{claim['kl']:.5f}; {best}",
+            f"{claim['kl']:.5f}, {claim['accepted_length']:.2f} tokens a pass; {best}",
             "" if claim["is_dominated"] else "yellow",
         )
 

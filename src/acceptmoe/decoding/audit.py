@@ -7,7 +7,6 @@ nor the routing counters depend on what is audited.
 
 from __future__ import annotations
 
-import math
 import numbers
 import random
 import sys
@@ -230,7 +229,7 @@ def check_audit(audit: object, max_kl: object) -> None:
     check_share("audit", audit)
     if max_kl is None:
         return
-    if not _is_number(max_kl) or not 0.0 < float(max_kl) < math.inf:  # type: ignore[arg-type]
+    if not _is_number(max_kl) or not 0.0 < max_kl <= sys.float_info.max:  # type: ignore[operator]
         raise InvalidArgumentError(
             f"max_kl is {max_kl!r}; it must be a number above 0, in nats per token (0.05, for "
             "instance), or None for no limit"
@@ -244,7 +243,7 @@ def check_audit(audit: object, max_kl: object) -> None:
 
 def check_share(name: str, share: object) -> None:
     """Raise `InvalidArgumentError` unless `share` is a number from 0 to 1."""
-    if not _is_number(share) or not 0.0 <= float(share) <= 1.0:  # type: ignore[arg-type]
+    if not _is_number(share) or not 0.0 <= share <= 1.0:  # type: ignore[operator]
         raise InvalidArgumentError(
             f"{name} is {share!r}; it must be a number from 0 to 1, the share of verification "
             "blocks that are run naturally too (0.02 audits one in fifty)"

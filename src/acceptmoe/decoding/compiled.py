@@ -123,7 +123,8 @@ class CompiledPasses:
     """The pool of a model's passes and its caches, by capacity.
 
     `num_moves` is the largest number of slots that a committed path moves: the nodes of a path.
-    With `keeps_layers` the passes give what every layer did, for an audit.
+    While `keeps_layers` is set, passes give what every layer did, for an audit; those made without
+    it are others, and are kept.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class CompiledPasses:
         self._sizes = sizes
         self._num_moves = num_moves
         self._policy = policy
-        self._keeps_layers = keeps_layers
+        self.keeps_layers = keeps_layers
         self._graphs = graphs
         self._caches: OrderedDict[int, BlockCache] = OrderedDict()
         self._model_state: object = None
@@ -197,10 +198,14 @@ class CompiledPasses:
             return made.replay()
 
     def check_unmoved(self, model: PreTrainedModel) -> None:
-        """Drop every pass if anything that one reads has moved since the last call."""
+        """Drop every pass and cache if anything that one reads has moved since the last call.
+
+        Caches too: keys and values may have another dtype or device from here on.
+        """
         state = model_state(model)
         if state != self._model_state and self._model_state is not None:
             self._pool.invalidate("the model's parameters, hooks or settings changed")
+            self._caches.clear()
         self._model_state = state
 
     def release(self) -> None:
@@ -248,7 +253,7 @@ class CompiledPasses:
                 kind,
                 self._num_moves,
                 self.backend,
-                keeps_layers=self._keeps_layers,
+                keeps_layers=self.keeps_layers,
             )
             if self._graphs is not None:
                 # The warm-up writes where the block's rows will lie, and moves nothing.
@@ -260,6 +265,8 @@ class CompiledPasses:
 
         restricted = kind is PassKind.RESTRICTED
         policy = f"{self._policy.name} {self._policy.params()}" if restricted else kind.value
+        if self.keeps_layers and kind is not PassKind.STEP:
+            policy += ", with layers"
 
         def key(num_rows: int) -> PassKey:
             return PassKey(num_rows, 1, cache.num_slots, forward.model.dtype, policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import fields
 from importlib import metadata
 from typing import Any
@@ -63,7 +63,7 @@ class OnlineCommitmentTable(CommitmentTable):
         prior_nodes: float = PRIOR_NODES,
     ) -> None:
         is_number = isinstance(half_life, (int, float)) and not isinstance(half_life, bool)
-        if not is_number or not 1.0 <= half_life < math.inf:
+        if not is_number or not 1.0 <= half_life <= sys.float_info.max:
             raise InvalidArgumentError(
                 f"half_life is {half_life!r}; it must be a number of blocks, 1 or larger (64 is "
                 "the default)"
@@ -144,6 +144,10 @@ class OnlineCommitmentTable(CommitmentTable):
     def depth_commitment(self, depths: Tensor) -> Tensor:
         by_depth = torch.tensor(self._learnt.by_depth, dtype=torch.float32, device=depths.device)
         return by_depth[depths.clamp(0, self.max_depth)]
+
+    def min_path_probability(self, commitment: float) -> float:
+        """0: what is too little now may be enough some blocks later in the same text."""
+        return 0.0
 
     def path_commitment(self, path_probabilities: Tensor) -> Tensor:
         commitment = self._learnt.curve.commitment(path_probabilities)

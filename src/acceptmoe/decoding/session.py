@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +15,9 @@ from acceptmoe.decoding.audit import Auditor
 from acceptmoe.decoding.compiled import CompiledPasses
 from acceptmoe.decoding.statistics import DecodingStatistics
 from acceptmoe.decoding.steering import Steering, guard_report
+from acceptmoe.decoding.turns import Turns, turns_of
 from acceptmoe.decoding.verify import Prefix
-from acceptmoe.drafting.drafter import Drafter
-from acceptmoe.errors import WrapStateError
+from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.dense import LinearsMode, linears_for
 from acceptmoe.models.experts import ExpertsPatch
@@ -29,6 +28,11 @@ from acceptmoe.policies.history import StepHistory
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
 
+REFUSAL = (
+    "{what} was called from inside a running generate of the same model; call it after that has "
+    "returned"
+)
+
 BlockObserver = Callable[[DraftTree, tuple[int, ...]], None]
 
 
@@ -37,8 +41,9 @@ class Session:
     """One wrapped model: its policy, table and drafter, the hooks, the counts.
 
     `observers` are called after every verification block with the tree and the committed nodes.
-    One `generate` at a time is let in (`exclusive`); the drafter is its alone. With `guard` drafts
-    are made only while they pay; `history`, what steps cost and yield, outlives a `generate`.
+    One `generate` at a time is let in (`exclusive`), and has the drafter alone (`drafting`). With
+    `guard` drafts are made only while they pay; `history`, what steps cost and yield, outlives a
+    `generate`.
     """
 
     adapter: MoEAdapter
@@ -59,8 +64,7 @@ class Session:
     _steering: Steering | None = None  # of the latest `generate`
     experts_patch: ExpertsPatch | None = None
     linears: LinearsMode = nullcontext
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _is_busy: bool = False
+    _turns: Turns = field(default_factory=lambda: Turns(REFUSAL))
 
     @classmethod
     def attach(
@@ -106,29 +110,28 @@ class Session:
         if experts_patch is not None:
             experts_patch.attach()
 
-    @contextmanager
-    def exclusive(self, what: str) -> Iterator[None]:
+    def exclusive(self, what: str) -> AbstractContextManager[None]:
         """Wait for the other threads' `generate`, then keep them out.
 
         Raises `WrapStateError` when this thread is inside `generate` itself: a streamer, processor
         or criterion called back, and waiting would never end.
         """
-        with self.reserved(what):
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
+        return self._turns.taken(what)
+
+    def reserved(self, what: str) -> AbstractContextManager[None]:
+        """Like `exclusive`, but this thread may call `generate` inside, as often as it likes."""
+        return self._turns.reserved(what)
 
     @contextmanager
-    def reserved(self, what: str) -> Iterator[None]:
-        """Like `exclusive`, but this thread may call `generate` inside, as often as it likes."""
-        with self._lock:
-            if self._is_busy:
-                raise WrapStateError(
-                    f"{what} was called from inside a running generate of the same model; "
-                    "call it after that has returned"
-                )
+    def drafting(self, model: PreTrainedModel, what: str) -> Iterator[None]:
+        """Have the drafter to ourselves, ready for `model`: another one may share it.
+
+        Waits and raises as `exclusive` does, and as the drafter's `check_target`.
+        """
+        with turns_of(self.drafter).taken(what):
+            self.drafter.check_target(model)
+            if isinstance(self.drafter, (AssistantDrafter, Eagle3Drafter)):
+                self.drafter.use_compiled_kernels(self.experts_patch is not None)
             yield
 
     def begin_text(self) -> Steering:
@@ -136,6 +139,8 @@ class Session:
         self._steering = Steering(
             self.policy, self.table, self.num_nodes, self.history, guard=self.guard
         )
+        if hasattr(self.drafter, "min_probability"):
+            self.drafter.min_probability = self._steering.min_probability
         return self._steering
 
     def detach(self) -> None:
@@ -191,10 +196,3 @@ class Session:
             f"<AcceptMoE session: policy {self.policy.name}, drafter {self.drafter.name}, trees of "
             f"{self.num_nodes} nodes and depth {self.max_depth}; report() has the counts>"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copied model has a lock of its own, and nobody generates with it yet.
-        vars(self).update(state, _lock=threading.RLock(), _is_busy=False)

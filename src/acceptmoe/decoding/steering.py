@@ -53,6 +53,11 @@ class Steering:
         return self._tree_policy.prune(tree)
 
     @property
+    def min_probability(self) -> float:
+        """The path probability below which no node is verified; 0 without such a limit."""
+        return 0.0 if self._tree_policy is None else self._tree_policy.min_probability
+
+    @property
     def is_warm(self) -> bool:
         """Whether the policy has what it goes by; until then blocks route naturally."""
         return self._online_table is None or self._online_table.is_warm

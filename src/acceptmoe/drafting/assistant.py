@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from acceptmoe.errors import DrafterError, InvalidArgumentError
+from acceptmoe.models.dense import LinearsMode, linears_for
 from acceptmoe.models.kv import find_cache_keyword, keep_path
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
@@ -53,6 +55,7 @@ class AssistantDrafter:
         self.model = model
         self.num_children = num_children
         self.frontier = frontier
+        self.min_probability = 0.0  # see `Drafter`
         self._forward = _AssistantForward(model)
         self._forget([])
 
@@ -66,6 +69,16 @@ class AssistantDrafter:
                 f"{type(model).__name__} has {theirs}; they must share one tokenizer and have the "
                 "same vocab_size, padding included; choose an assistant of the target's family"
             )
+
+    def use_compiled_kernels(self, is_wanted: bool) -> None:
+        """Multiply by `acceptmoe::linear` where it is the faster way, if `is_wanted`.
+
+        It is where a CPU's own products in the assistant's dtype are slow (see
+        `is_faster_than_stock`). In float32 they stay torch's, bit for bit. Calls of the model by
+        others never change.
+        """
+        weight = self.model.get_output_embeddings().weight
+        self._forward.linears = linears_for(weight, is_wanted=is_wanted)
 
     def start(self, prompt: Tensor, first_token: int, features: Tensor | None) -> None:
         """Forget everything and begin with `prompt` ([P] int64) followed by `first_token`.
@@ -139,7 +152,7 @@ class AssistantDrafter:
         num_rows = 1
         sees = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)  # [F, S] drafted rows
         for _ in range(1, max_depth):
-            width = min(self.frontier, _num_worth_expanding(all_scores, num_nodes))
+            width = min(self.frontier, self._num_worth_expanding(all_scores, num_nodes))
             if width == 0:
                 break
             row_scores, chosen = scores.flatten().topk(width)
@@ -162,6 +175,23 @@ class AssistantDrafter:
             for row, candidate in enumerate(row_candidates, start=1)
         }
         return self._best_tree(num_nodes, num_children, token_list, probabilities, row_candidates)
+
+    def _num_worth_expanding(self, all_scores: list[Tensor], num_nodes: int) -> int:
+        """How many of the last level's candidates can still get a child into the tree.
+
+        Beside the root the tree has `num_nodes` - 1 places and no child beats its parent, so a
+        candidate needs a rank of at most `num_nodes` - 2 among all of them, and `min_probability`.
+        The host reads this number, which costs far less than the forward passes it saves when the
+        assistant is unsure.
+        """
+        scores = torch.cat([level.flatten() for level in all_scores])
+        rank = min(num_nodes - 2, scores.numel())
+        if rank == 0:
+            return 0
+        is_worth = all_scores[-1] >= scores.topk(rank).values[-1]
+        if self.min_probability > 0:
+            is_worth &= all_scores[-1] >= math.log(self.min_probability)
+        return int(is_worth.sum())
 
     def _best_tree(
         self,
@@ -199,27 +229,13 @@ def _likeliest_children(logits: Tensor, scores: Tensor, num: int) -> tuple[Tenso
     return tokens, scores[:, None] + (top_logits - logits.logsumexp(-1, keepdim=True))
 
 
-def _num_worth_expanding(all_scores: list[Tensor], num_nodes: int) -> int:
-    """How many of the last level's candidates can still get a child into the tree.
-
-    Beside the root the tree has `num_nodes` - 1 places and no child beats its parent, so a
-    candidate needs a rank of at most `num_nodes` - 2 among all of them. The host reads this number,
-    which costs far less than the forward passes it saves when the assistant is unsure.
-    """
-    scores = torch.cat([level.flatten() for level in all_scores])
-    rank = min(num_nodes - 2, scores.numel())
-    if rank == 0:
-        return 0
-    worst = scores.topk(rank).values[-1]
-    return int((all_scores[-1] >= worst).sum())
-
-
 class _AssistantForward:
     """Calls the model, with the keywords of its version and the masks of its attention layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         parameters = inspect.signature(type(model).forward).parameters
         self._model = model
+        self.linears: LinearsMode = nullcontext
         self._cache_keyword = find_cache_keyword(model) or "past_key_values"
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._window = _attention_window(model)
@@ -282,14 +298,15 @@ class _AssistantForward:
         cache: DynamicCache,
         **keywords: Any,
     ) -> Tensor:
-        output = self._model(
-            input_ids=token_ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            use_cache=True,
-            **{self._cache_keyword: cache},
-            **keywords,
-        )
+        with self.linears():
+            output = self._model(
+                input_ids=token_ids,
+                attention_mask=attention_mask,
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_keyword: cache},
+                **keywords,
+            )
         logits: Tensor = output.logits[0]
         return logits.to(self._device, torch.float32)
 

@@ -14,11 +14,17 @@ from acceptmoe.tree import DraftTree
 class Drafter(Protocol):
     """Proposes a tree of continuations of the committed text; keeps the state of one sequence.
 
+    `check_target` is called by `wrap` and again before each `generate`: wrapped models may share a
+    drafter, one text at a time, and it drafts for the one that was checked last.
+
     The loop calls `start` once for each `generate`, at the first draft, then `propose` and `extend`
     in turn. While it does not draft it calls nothing, and one `extend` later brings the tokens of
-    all steps in between. Features
-    are the target's residual streams at `feature_boundaries`, concatenated: row i is the target's
-    state at the token *before* `tokens[i]`, so it belongs to the prediction of that token.
+    all steps in between. Features are the target's residual streams at `feature_boundaries`,
+    concatenated: row i is the target's state at the token *before* `tokens[i]`, so it belongs to
+    the prediction of that token.
+
+    A drafter may have an attribute `min_probability`. Before each text it is set to the path
+    probability below which no node will be verified, so that such nodes need not be drafted.
     """
 
     name: str  # goes into tables and reports: "ngram", "assistant", "eagle3"

@@ -69,6 +69,7 @@ class Eagle3Drafter:
         self._named_boundaries = head.config.boundaries if boundaries is None else tuple(boundaries)
         # Empty until `check_target` where the default rule must know the number of layers.
         self.feature_boundaries: tuple[int, ...] = self._named_boundaries or ()
+        self.min_probability = 0.0  # see `Drafter`
         self._dtype = dtype
         self._target: _BoundTarget | None = None
         self._state: _SequenceState | None = None
@@ -158,9 +159,10 @@ class Eagle3Drafter:
     def propose(self, num_nodes: int, max_depth: int) -> DraftTree:
         """The EAGLE-2 tree (arXiv 2406.16858): the `num_nodes - 1` likeliest of all candidates.
 
-        Every level expands the M likeliest nodes of the level before with M children each; all
-        children are candidates. The root, the last committed token, counts as a node. Path
-        probabilities are products of the head's softmax over the draft vocabulary.
+        Every level expands the M likeliest nodes of the level before, on a CPU only those of at
+        least `min_probability`, with M children each; all children are candidates. The root, the
+        last committed token, counts as a node. Path probabilities are products of the head's
+        softmax over the draft vocabulary.
         """
         state = self._started
         if num_nodes < 2 or max_depth < 1 or state.last_hidden is None:
@@ -216,13 +218,16 @@ class Eagle3Drafter:
         normed = head.normalize(state.last_hidden)
         scores, tokens = (rows[0] for rows in self._children(normed))
         recurrent = normed if head.config.norm_output else state.last_hidden
-        states = recurrent.expand(topk, -1)
-        frontier_scores, frontier_tokens = scores, tokens
-        frontier = torch.arange(topk, device=device)
+        width = self._num_worth_expanding(scores)
+        states = recurrent.expand(width, -1)
+        frontier_scores, frontier_tokens = scores[:width], tokens[:width]
+        frontier = torch.arange(width, device=device)
         levels = [_Level(scores, tokens, frontier[:0])]
-        state.begin_draft(max_depth)
+        state.begin_draft(max_depth, width)
         num_candidates = topk
         for depth in range(2, max_depth + 1):
+            if width == 0:
+                break
             hidden = state.draft(self._embed(frontier_tokens), states)
             normed = head.normalize(hidden)
             probabilities, children = self._children(normed)
@@ -232,13 +237,21 @@ class Eagle3Drafter:
             if depth == max_depth:
                 break
             frontier_scores, best = scores.topk(topk)
+            width = self._num_worth_expanding(frontier_scores)
+            frontier_scores, best = frontier_scores[:width], best[:width]
             rows = best // topk
             frontier_tokens = tokens[best]
             states = (normed if head.config.norm_output else hidden)[rows]
             state.branch(rows)
             frontier = best + num_candidates
-            num_candidates += topk * topk
+            num_candidates += scores.shape[0]
         return levels
+
+    def _num_worth_expanding(self, scores: Tensor) -> int:
+        """How many of a level's M best `scores`, best first, get children."""
+        if self.min_probability == 0 or scores.device.type != "cpu":
+            return scores.shape[0]  # on a GPU reading the number would take longer than it saves
+        return int((scores >= self.min_probability).sum())
 
     def _children(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """The M likeliest next tokens of each row: probabilities float32 and target ids, [R, M]."""
@@ -308,7 +321,7 @@ class _SequenceState:
         self._head = head
         self._topk = topk
         self._num_pairs = 0
-        self._num_drafted = 0
+        self._num_drafted = self._num_levels = 0  # rows and levels of the draft
         self._capacity = 0
         self._keys = self._values = torch.empty(0)
         self._reserve(256)
@@ -327,29 +340,33 @@ class _SequenceState:
         self._num_pairs += num_rows
         return hidden
 
-    def begin_draft(self, max_depth: int) -> None:
-        """Make room for a draft behind the pairs, and forget the last one."""
+    def begin_draft(self, max_depth: int, width: int) -> None:
+        """Make room for a draft behind the pairs, and forget the last one; `width` rows begin."""
         self._reserve(self._num_pairs + max_depth * self._topk)
-        self._num_drafted = 0
+        self._num_drafted = self._num_levels = 0
         self._mask[:, : self._num_pairs] = 0.0
-        first = slice(self._num_pairs, self._num_pairs + self._topk)
-        self._mask[:, first] = self._only_self
+        first = slice(self._num_pairs, self._num_pairs + width)
+        self._mask[:width, first] = self._only_self[:width, :width]
 
     def draft(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Run one level [M, H]; a row sees every pair, its own ancestors and itself."""
-        first = self._num_pairs + self._num_drafted * self._topk
-        slots = slice(first, first + self._topk)
-        position = self._num_pairs + self._num_drafted  # the same for the whole level
-        self._num_drafted += 1
+        """Run one level [R, H]; a row sees every pair, its own ancestors and itself."""
+        num_rows = embeddings.shape[0]
+        first = self._num_pairs + self._num_drafted
+        slots = slice(first, first + num_rows)
+        position = self._num_pairs + self._num_levels  # the same for the whole level
+        self._num_drafted += num_rows
+        self._num_levels += 1
         positions = slice(position, position + 1)
-        return self._layer(embeddings, states, positions, slots, self._mask[:, : slots.stop])
+        mask = self._mask[:num_rows, : slots.stop]
+        return self._layer(embeddings, states, positions, slots, mask)
 
     def branch(self, rows: Tensor) -> None:
-        """The next level's rows descend from `rows` [M] of the level just run."""
+        """The next level's rows descend from `rows` [R] of the level just run."""
+        num_rows = rows.shape[0]
         start = self._num_pairs
-        stop = start + self._num_drafted * self._topk
-        self._mask[:, start:stop] = self._mask[rows, start:stop]
-        self._mask[:, stop : stop + self._topk] = self._only_self
+        stop = start + self._num_drafted
+        self._mask[:num_rows, start:stop] = self._mask[rows, start:stop]
+        self._mask[:num_rows, stop : stop + num_rows] = self._only_self[:num_rows, :num_rows]
 
     def _layer(
         self,

@@ -85,6 +85,8 @@ def _parse_settings(text: str, kind: type[RoutingPolicy]) -> dict[str, float | s
     settings: dict[str, float | str] = {}
     for part in filter(None, text.partition(":")[2].split(",")):
         key, _, value = (piece.strip() for piece in part.partition("="))
+        if key in settings:
+            raise InvalidArgumentError(f"policy {text!r} sets {key} twice; it must be set once")
         if key not in known:
             allowed = ", ".join(known) or "none"
             raise InvalidArgumentError(

@@ -12,7 +12,13 @@ from acceptmoe.tree import DraftTree
 
 
 class TreePolicy(Protocol):
-    """Decides which nodes of a draft are verified; under natural routing always lossless."""
+    """Decides which nodes of a draft are verified; under natural routing always lossless.
+
+    `min_probability`: no node with a lower path probability is ever kept, 0 where there is no such
+    limit. A drafter that knows it draws its trees no larger than they will be verified.
+    """
+
+    min_probability: float
 
     def prune(self, tree: DraftTree) -> DraftTree:
         """`tree` without some of its nodes; the root and every kept node's parent stay."""
@@ -34,6 +40,9 @@ class CommitmentFloor:
 
     def __init__(self, min_commitment: float, table: CommitmentTable | None) -> None:
         self._min_commitment, self._table = min_commitment, table
+        self.min_probability = (
+            min_commitment if table is None else table.min_path_probability(min_commitment)
+        )
 
     def prune(self, tree: DraftTree) -> DraftTree:
         order, commitments = by_commitment(tree, self._table)

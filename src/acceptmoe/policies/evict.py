@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from acceptmoe.tree import DraftTree
 MIN_PASSES = 3  # timed passes of a size before its cost is believed
 REFRESH_STEPS = 64  # a size that is never chosen is timed again this often, one after another
 
+MAX_COST = sys.float_info.max
 Cost = Callable[[int], float]
 
 
@@ -55,6 +56,8 @@ class EvictPolicy(NaturalPolicy):
 class Eviction:
     """Prunes by a cost that is known; a `TreePolicy`."""
 
+    min_probability = 0.0
+
     def __init__(self, cost: Cost, table: CommitmentTable | None) -> None:
         self._cost, self._table = cost, table
 
@@ -65,6 +68,8 @@ class Eviction:
 
 class MeasuredEviction:
     """Prunes by the costs of this session's own steps, and sees that there are some."""
+
+    min_probability = 0.0
 
     def __init__(self, history: StepHistory, table: CommitmentTable | None) -> None:
         self._history, self._table = history, table
@@ -111,7 +116,7 @@ def check_costs(costs: Mapping[int, float]) -> dict[int, float]:
     is_valid = isinstance(costs, Mapping) and PLAIN in costs
     for num_nodes, cost in costs.items() if is_valid else ():
         is_valid = is_valid and type(num_nodes) is int and num_nodes >= PLAIN
-        is_valid = is_valid and isinstance(cost, (int, float)) and math.isfinite(cost) and cost > 0
+        is_valid = is_valid and isinstance(cost, (int, float)) and 0 < cost <= MAX_COST
     if not is_valid:
         raise InvalidArgumentError(
             f"costs is {costs!r:.80}; it must map numbers of nodes, 1 among them, to positive "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ class LynxPolicy(RoutingPolicy):
 
     def __init__(self, drop: float) -> None:
         is_number = isinstance(drop, (int, float)) and not isinstance(drop, bool)
-        if not is_number or not (math.isfinite(drop) and 0 <= drop < 1):
+        if not is_number or not 0 <= drop < 1:
             raise InvalidArgumentError(
                 f"drop is {drop!r}; it must be a share of the union, from 0 to less than 1"
             )

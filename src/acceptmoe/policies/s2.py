@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.policy import RoutingPolicy
 from acceptmoe.policies.ranking import best_of, check_count
 from acceptmoe.selection import RoutedBlock, Selection
+
+MAX_STRENGTH = 1e6  # a bias far beyond any logits, and far from the end of fp32
 
 
 class S2Policy(RoutingPolicy):
@@ -32,9 +33,10 @@ class S2Policy(RoutingPolicy):
     def __init__(self, size: int, strength: float = 1.0) -> None:
         self.size = check_count("size", size)
         is_number = isinstance(strength, (int, float)) and not isinstance(strength, bool)
-        if not is_number or not (math.isfinite(strength) and strength >= 0):
+        if not is_number or not 0 <= strength <= MAX_STRENGTH:
             raise InvalidArgumentError(
-                f"strength is {strength!r}; it must be a number, 0 or larger (the paper uses 1)"
+                f"strength is {strength!r}; it must be a number, 0 or larger (the paper uses 1), "
+                f"at most {MAX_STRENGTH:g}"
             )
         self.strength = float(strength)
 

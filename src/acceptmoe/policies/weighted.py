@@ -48,7 +48,9 @@ def select_by_weight(
 
 def check_number(name: str, value: float, low: float, high: float, hint: str) -> float:
     """`value` as a float, or `InvalidArgumentError` when it is not in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Not isfinite, which cannot take whole numbers beyond the largest float.
+    if not is_number or not -math.inf < value < math.inf:
         raise InvalidArgumentError(f"{name} is {value!r}; it must be a number ({hint})")
     if not low <= value <= high:
         raise InvalidArgumentError(
