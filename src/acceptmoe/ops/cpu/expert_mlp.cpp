@@ -76,8 +76,13 @@ class ExpertMlp {
         num_pairs(int64_t(routing.rows.size())),
         hidden_padded(row_stride<W>(a.hidden_size)),
         inner_padded(row_stride<W>(a.inner_size)),
-        units(block_of(a.inner_size, a.is_transposed ? 256 : 64, int64_t(routing.experts.size()))),
-        columns(block_of(a.hidden_size, a.is_transposed ? 512 : 64, 1)) {}
+        units(block_of(a.inner_size, a.is_transposed ? 256 : largest_block<W>(a.hidden_size),
+                       int64_t(routing.experts.size()))),
+        columns(
+            block_of(a.hidden_size, a.is_transposed ? 512 : largest_block<W>(a.inner_size), 1)),
+        num_unit_blocks(num_blocks(a.inner_size, units)),
+        num_first_tasks(int64_t(routing.experts.size()) * num_unit_blocks),
+        num_second_tasks(num_blocks(a.hidden_size, columns)) {}
 
   bool is_valid() const { return routing.is_valid; }
 
@@ -90,20 +95,18 @@ class ExpertMlp {
       totals_.push_back(memory.take<float>(a.num_rows * columns));
     }
     TaskQueue packing, first_sweep, second_sweep;
-    const int64_t num_unit_blocks = num_blocks(a.inner_size, units);
     in_parallel(int(a.num_threads), [&](Team team) {
       packing.run(a.num_rows, [&](int64_t row) {
         pack_row<W>(a.hidden, a.hidden_dtype, row, a.hidden_size, hidden_padded, a.is_transposed,
                     packed_ + row * hidden_padded);
       });
       team.wait();
-      first_sweep.run(int64_t(routing.experts.size()) * num_unit_blocks, [&](int64_t task) {
-        gate_and_up(task / num_unit_blocks, task % num_unit_blocks * units,
-                    scratch_[team.thread]);
+      first_sweep.run_looking_ahead(num_first_tasks, [&](int64_t task, int64_t next) {
+        gate_and_up(task, next, scratch_[team.thread]);
       });
       team.wait();
-      second_sweep.run(num_blocks(a.hidden_size, columns), [&](int64_t task) {
-        down(task * columns, scratch_[team.thread], totals_[team.thread]);
+      second_sweep.run_looking_ahead(num_second_tasks, [&](int64_t task, int64_t next) {
+        down(task, next, scratch_[team.thread], totals_[team.thread]);
       });
     });
   }
@@ -132,28 +135,47 @@ class ExpertMlp {
     return {data, stride, a.hidden_size, a.is_transposed != 0};
   }
 
-  Weights<W> down_of(int64_t id) const {
-    const W* data = static_cast<const W*>(a.down) + id * a.inner_size * a.hidden_size;
-    const int64_t stride = a.is_transposed ? a.hidden_size : a.inner_size;
-    return {data, stride, a.inner_size, a.is_transposed != 0};
+  // The gates of a task of the first sweep; with the ups between them, if they are interleaved.
+  Weights<W> gates_of(int64_t task) const {
+    if (task == num_first_tasks) return {};
+    const int64_t first = task % num_unit_blocks * units;
+    const Weights<W> weights = gate_up_of(routing.experts[task / num_unit_blocks].id);
+    return weights.from(a.is_interleaved ? 2 * first : first);
   }
 
-  // Units [first, first + units) of one expert, for all of its rows.
-  void gate_and_up(int64_t index, int64_t first, float* scratch) {
-    const Expert& expert = routing.experts[index];
-    const int64_t count = std::min(units, a.inner_size - first), stride = 2 * units;
-    const Weights<W> weights = gate_up_of(expert.id);
-    for_row_groups(expert.last - expert.first, [&](int64_t group, int size) {
-      const int64_t pair = expert.first + group;
+  Weights<W> ups_of(int64_t task) const {
+    return task == num_first_tasks ? Weights<W>{} : gates_of(task).from(a.inner_size);
+  }
+
+  // The columns of a task of the second sweep, of the expert `index` of the union.
+  Weights<W> columns_of(int64_t task, size_t index) const {
+    if (task == num_second_tasks) return {};
+    const W* data = static_cast<const W*>(a.down);
+    data += routing.experts[index].id * a.inner_size * a.hidden_size;
+    const int64_t stride = a.is_transposed ? a.hidden_size : a.inner_size;
+    return Weights<W>{data, stride, a.inner_size, a.is_transposed != 0}.from(task * columns);
+  }
+
+  // Some units of one expert, for all of its rows.
+  void gate_and_up(int64_t task, int64_t next, float* scratch) {
+    const Expert& expert = routing.experts[task / num_unit_blocks];
+    const int64_t first = task % num_unit_blocks * units, stride = 2 * units;
+    const int64_t count = std::min(units, a.inner_size - first);
+    for_row_groups(expert.last - expert.first, [&](int64_t row, int size, int64_t group,
+                                                   int64_t num_groups) {
+      const int64_t pair = expert.first + row;
       const Packed<W>* rows[kMaxRows];
       for (int r = 0; r < size; ++r) rows[r] = packed_ + routing.rows[pair + r] * hidden_padded;
+      const auto multiply_block = [&](Weights<W> block, Weights<W> next_block, int64_t num_outputs,
+                                      float* out) {
+        const auto prefetch = Prefetch::of(next_block, num_outputs, group, num_groups);
+        multiply(size, rows, block, num_outputs, prefetch, out, stride);
+      };
       if (a.is_interleaved) {
-        const W* following = weights.from(2 * (first + count)).data;
-        multiply(size, rows, weights.from(2 * first), 2 * count, following, scratch, stride);
+        multiply_block(gates_of(task), gates_of(next), 2 * count, scratch);
       } else {
-        const Weights<W> up = weights.from(a.inner_size + first);
-        multiply(size, rows, weights.from(first), count, up.data, scratch, stride);
-        multiply(size, rows, up, count, weights.from(first + count).data, scratch + units, stride);
+        multiply_block(gates_of(task), gates_of(next), count, scratch);
+        multiply_block(ups_of(task), ups_of(next), count, scratch + units);
       }
       for (int r = 0; r < size; ++r)
         activate_row(expert.id, first, count, scratch + r * stride,
@@ -190,21 +212,22 @@ class ExpertMlp {
         row[a.is_transposed ? unit : packed_index<W>(unit)] = {};
   }
 
-  // Columns [first, first + columns) of the output, of all rows.
-  void down(int64_t first, float* scratch, float* totals) {
-    const int64_t count = std::min(columns, a.hidden_size - first);
+  // Some columns of the output, of all rows.
+  void down(int64_t task, int64_t next, float* scratch, float* totals) {
+    const int64_t first = task * columns, count = std::min(columns, a.hidden_size - first);
     std::fill(totals, totals + a.num_rows * columns, 0.0f);
     for (size_t index = 0; index < routing.experts.size(); ++index) {
       const Expert& expert = routing.experts[index];
-      const Weights<W> weights = down_of(expert.id).from(first);
       const bool is_last = index + 1 == routing.experts.size();
-      const int64_t next = is_last ? expert.id : routing.experts[index + 1].id;
-      const W* following = down_of(next).from(first).data;
-      for_row_groups(expert.last - expert.first, [&](int64_t group, int size) {
-        const int64_t pair = expert.first + group;
+      const Weights<W> block = columns_of(task, index);
+      const Weights<W> next_block = is_last ? columns_of(next, 0) : columns_of(task, index + 1);
+      for_row_groups(expert.last - expert.first, [&](int64_t row, int size, int64_t group,
+                                                     int64_t num_groups) {
+        const int64_t pair = expert.first + row;
         const Packed<W>* rows[kMaxRows];
         for (int r = 0; r < size; ++r) rows[r] = activated_ + (pair + r) * inner_padded;
-        multiply(size, rows, weights, count, following, scratch, columns);
+        const auto prefetch = Prefetch::of(next_block, count, group, num_groups);
+        multiply(size, rows, block, count, prefetch, scratch, columns);
         for (int r = 0; r < size; ++r)
           add_weighted(expert.id, first, count, routing.weights[pair + r], scratch + r * columns,
                        totals + routing.rows[pair + r] * columns);
@@ -228,6 +251,7 @@ class ExpertMlp {
   const Routing routing;
   const int64_t num_pairs, hidden_padded, inner_padded;
   const int64_t units, columns;  // of one task of the first and of the second sweep
+  const int64_t num_unit_blocks, num_first_tasks, num_second_tasks;
   Packed<W>* packed_ = nullptr;     // [T, hidden_padded]
   Packed<W>* activated_ = nullptr;  // [pairs, inner_padded]
   std::vector<float*> scratch_;  // for each thread: the products of a row group

@@ -22,7 +22,9 @@ template <class W>
 static void linear(const LinearArguments& a) {
   const int64_t padded = row_stride<W>(a.depth);
   const int64_t share = a.num_outputs / (4 * a.num_threads);
-  const int64_t block = round_up(std::clamp<int64_t>(share, kPair, 64), kPair);
+  const int64_t block =
+      round_up(std::clamp<int64_t>(share, kPair, largest_block<W>(a.depth)), kPair);
+  const int64_t num_blocks = (a.num_outputs + block - 1) / block;
   Workspace memory(Workspace::size_of(a.num_rows * padded * sizeof(Packed<W>)) +
                    a.num_threads * Workspace::size_of(kMaxRows * block * 4));
   auto* packed = memory.take<Packed<W>>(a.num_rows * padded);
@@ -38,13 +40,14 @@ static void linear(const LinearArguments& a) {
     });
     team.wait();
     float* out = scratch[team.thread];
-    blocks.run((a.num_outputs + block - 1) / block, [&](int64_t task) {
+    blocks.run_looking_ahead(num_blocks, [&](int64_t task, int64_t next) {
       const int64_t first = task * block, count = std::min(block, a.num_outputs - first);
-      for_row_groups(a.num_rows, [&](int64_t row, int size) {
+      const Weights<W> next_block = next < num_blocks ? weights.from(next * block) : Weights<W>{};
+      for_row_groups(a.num_rows, [&](int64_t row, int size, int64_t group, int64_t num_groups) {
         const Packed<W>* rows[kMaxRows];
         for (int r = 0; r < size; ++r) rows[r] = packed + (row + r) * padded;
-        const W* following = weights.from(first + count).data;
-        multiply(size, rows, weights.from(first), count, following, out, block);
+        const auto prefetch = Prefetch::of(next_block, count, group, num_groups);
+        multiply(size, rows, weights.from(first), count, prefetch, out, block);
         for (int r = 0; r < size; ++r) {
           float* result = out + r * block;
           if (a.bias != nullptr)

@@ -5,6 +5,7 @@
 // builds this file. Two runtimes in one process would be two pools of threads on the same cores.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -48,10 +49,22 @@ class TaskQueue {
  public:
   template <class Task>
   void run(int64_t count, Task task) {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+    for (int64_t i; (i = take()) < count;) task(i);
+  }
+
+  // Calls `task(i, next)`: a thread takes its next task before it begins one, and can prefetch for
+  // it. With a thread's last one, `next` is `count`.
+  template <class Task>
+  void run_looking_ahead(int64_t count, Task task) {
+    for (int64_t i = take(), next; i < count; i = next) {
+      next = take();
+      task(i, std::min(next, count));
+    }
   }
 
  private:
+  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
   std::atomic<int64_t> next_{0};
 };
 

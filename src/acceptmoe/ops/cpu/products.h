@@ -21,9 +21,7 @@ namespace acceptmoe {
 
 constexpr int kMaxRows = 6;
 constexpr int kCacheLine = 64;
-constexpr int kPage = 4096;
-constexpr int kStreams = 4;           // rows of weights read at a time where memory counts
-constexpr int kTilesAhead = 2;        // prefetched where arithmetic is what counts
+constexpr int64_t kBlockBytes = 1 << 17;  // of weights: two blocks leave room in the second cache
 constexpr int64_t kMaxOutputs = 128;  // in one call of `multiply` with weights [N, K]
 
 template <class W>
@@ -73,6 +71,35 @@ struct Weights {
   // The same matrix from output `first` on.
   Weights from(int64_t first) const {
     return {data + (is_transposed ? first : first * stride), stride, depth, is_transposed};
+  }
+};
+
+// The most outputs of weights [N, K] that one task takes.
+template <class W>
+inline int64_t largest_block(int64_t depth) {
+  return std::clamp<int64_t>(kBlockBytes / (depth * int64_t(sizeof(W))), kPair, 64);
+}
+
+// What is prefetched while a block of weights is multiplied: a share of the block that comes next, so
+// that memory is read all the while, evenly, whatever the groups of rows that take turns with the
+// block. The hardware's own prefetchers stop at the end of every 4 KB page.
+struct Prefetch {
+  const char* next;  // advances
+  int64_t pace;      // bytes for each cache line of weights that is multiplied
+
+  // Share `share` of `num_shares` of `block`, which is as large as the one before it; null: of none.
+  template <class W>
+  static Prefetch of(Weights<W> block, int64_t num_outputs, int64_t share, int64_t num_shares) {
+    const int64_t num_bytes = num_outputs * block.stride * int64_t(sizeof(W));
+    const char* data = reinterpret_cast<const char*>(block.data);
+    if (data == nullptr) return {};
+    return {data + num_bytes * share / num_shares, (kCacheLine + num_shares - 1) / num_shares};
+  }
+
+  // Into the second cache: the first one is full of activations.
+  void advance() {
+    __builtin_prefetch(next, 0, 2);
+    next += pace;
   }
 };
 
@@ -129,33 +156,26 @@ inline __attribute__((always_inline)) void sum_all_lanes(const Floats (&sums)[R]
 }
 
 // N dot products for each of R rows, over k in [begin, end) of `depth`. Parts of a reduction leave
-// their sums, lane by lane, in `partial` [R, N]; the last one adds up the lanes.
-//
-// `ahead` is what comes next; it is prefetched in the same rhythm, because the hardware's own
-// prefetchers stop at the end of every 4 KB page: row beside row, or, if they are whole (`Linear`)
-// and shorter than a page, in the order they lie in.
-template <class W, int R, int N, bool Linear = false>
-void dot_tile(const Packed<W>* const* activations, const W* weights, int64_t stride,
-              int64_t begin, int64_t end, int64_t depth, const W* ahead, Floats* partial,
-              float* out, int64_t out_stride) {
-  // Pairs go by so fast that what is prefetched must not crowd the activations out of the first
-  // cache: the second is near enough.
-  constexpr int kLocality = kIsPaired<W> ? 2 : 3;
+// their sums, lane by lane, in `partial` [R, N]; the last one adds up the lanes. Not inlined: among
+// other code compilers keep the sums in memory.
+template <class W, int R, int N>
+__attribute__((noinline)) void dot_tile(const Packed<W>* const* activations, const W* weights,
+                                        int64_t stride, int64_t begin, int64_t end, int64_t depth,
+                                        Prefetch& prefetch, Floats* partial, float* out,
+                                        int64_t out_stride) {
+  Prefetch ahead = prefetch;
   Floats sums[R][N];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = begin > 0 ? partial[r * N + n] : Floats{};
-  const bool is_linear = Linear && stride * int64_t(sizeof(W)) < kPage;
-  const int64_t row_step = is_linear ? kStep<W> : stride, k_step = is_linear ? N : 1;
   int64_t k = begin;
   for (; k + kStep<W> <= end; k += kStep<W>) {
     const W* rows[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       rows[n] = weights + n * stride + k;
-      for (int line = 0; line < kStep<W>; line += kCacheLine / int(sizeof(W)))
-        __builtin_prefetch(ahead + n * row_step + (k - begin) * k_step + line, 0, kLocality);
+      for (int line = 0; line < kStep<W> * int(sizeof(W)); line += kCacheLine) ahead.advance();
     }
     add_step<W, R, N>(activations, k, rows, sums);
   }
@@ -168,6 +188,7 @@ void dot_tile(const Packed<W>* const* activations, const W* weights, int64_t str
     }
     add_step<W, R, N>(activations, k, rows, sums);
   }
+  prefetch = ahead;
   if (end < depth) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
@@ -178,59 +199,24 @@ void dot_tile(const Packed<W>* const* activations, const W* weights, int64_t str
   }
 }
 
-// Few rows wait for memory: whole rows of weights, kStreams at a time, in the order they lie in.
+// The activations of all rows stay in the first cache, a part of K at a time, while the block of
+// weights passes by: the first time from memory, if nothing has prefetched it, then from the second
+// cache.
 template <class W, int R>
-void dot_few_rows(const Packed<W>* const* activations, Weights<W> weights,
-                  int64_t num_outputs, const W* following, float* out, int64_t out_stride) {
-  const int64_t depth = weights.depth, stride = weights.stride;
-  int64_t n = 0;
-  for (; n + kStreams <= num_outputs; n += kStreams) {
-    const W* rows = weights.data + n * stride;
-    const W* ahead = n + kStreams < num_outputs ? rows + kStreams * stride : following;
-    dot_tile<W, R, kStreams, true>(activations, rows, stride, 0, depth, depth, ahead, nullptr,
-                                   out + n, out_stride);
-  }
-  for (; n < num_outputs; ++n) {
-    const W* rows = weights.data + n * stride;
-    dot_tile<W, R, 1>(activations, rows, stride, 0, depth, depth, rows + stride, nullptr, out + n,
-                      out_stride);
-  }
-}
-
-// Many rows wait for arithmetic: their activations stay in the first cache, a part of K at a time,
-// while the block of weights passes by, the first time from memory and then from the second cache.
-// Pairs are multiplied so fast that any number of rows waits for memory, and then for arithmetic.
-template <class W, int R>
-void dot_many_rows(const Packed<W>* const* activations, Weights<W> weights,
-                   int64_t num_outputs, const W* following, float* out, int64_t out_stride) {
-  constexpr int N = kIsPaired<W> ? 4 : 2;
+void dot_rows(const Packed<W>* const* activations, Weights<W> weights, int64_t num_outputs,
+              Prefetch prefetch, float* out, int64_t out_stride) {
+  constexpr int N = kIsPaired<W> || R <= 3 ? 4 : 2;
   const int64_t depth = weights.depth, stride = weights.stride, tiles = num_outputs / N;
   Floats partial[kMaxOutputs / N][R * N];
   for (int64_t begin = 0; begin < depth; begin += kReduction<W>) {
     const int64_t end = std::min(begin + kReduction<W>, depth);
-    const W* after = end < depth ? weights.data + end : following;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const W* rows = weights.data + tile * N * stride;
-      const int64_t next = tile + kTilesAhead;
-      const W* ahead = next < tiles ? rows + kTilesAhead * N * stride + begin
-                                    : after + (next - tiles) * N * stride;
-      dot_tile<W, R, N>(activations, rows, stride, begin, end, depth, ahead, partial[tile],
-                        out + tile * N, out_stride);
-    }
+    for (int64_t tile = 0; tile < tiles; ++tile)
+      dot_tile<W, R, N>(activations, weights.data + tile * N * stride, stride, begin, end, depth,
+                        prefetch, partial[tile], out + tile * N, out_stride);
   }
-  for (int64_t n = tiles * N; n < num_outputs; ++n) {
-    const W* row = weights.data + n * stride;
-    dot_tile<W, R, 1>(activations, row, stride, 0, depth, depth, row, nullptr, out + n, out_stride);
-  }
-}
-
-template <class W, int R>
-void dot_rows(const Packed<W>* const* activations, Weights<W> weights, int64_t num_outputs,
-              const W* following, float* out, int64_t out_stride) {
-  if constexpr (R <= 3 && !kIsPaired<W>)
-    dot_few_rows<W, R>(activations, weights, num_outputs, following, out, out_stride);
-  else
-    dot_many_rows<W, R>(activations, weights, num_outputs, following, out, out_stride);
+  for (int64_t n = tiles * N; n < num_outputs; ++n)
+    dot_tile<W, R, 1>(activations, weights.data + n * stride, stride, 0, depth, depth, prefetch,
+                      nullptr, out + n, out_stride);
 }
 
 // Columns [c, c + C * kPair) of weights [K, N] for k in [begin, end), added to the sums in `out`,
@@ -334,37 +320,37 @@ void outer_rows(const Packed<W>* const* activations, Weights<W> weights, int64_t
 
 template <class W, int R>
 void multiply_rows(const Packed<W>* const* activations, Weights<W> weights, int64_t num_outputs,
-                   const W* following, float* out, int64_t out_stride) {
+                   Prefetch prefetch, float* out, int64_t out_stride) {
   if (weights.is_transposed)
     outer_rows<W, R>(activations, weights, num_outputs, out, out_stride);
   else
-    dot_rows<W, R>(activations, weights, num_outputs, following, out, out_stride);
+    dot_rows<W, R>(activations, weights, num_outputs, prefetch, out, out_stride);
 }
 
 // out [num_rows, num_outputs] of rows `out_stride` apart, which has room for multiples of kPair.
 // Activations are packed for weights [N, K] and in plain order for weights [K, N]; either way they
-// are zero up to a multiple of kStep. `following` is what will be read next, for the prefetch.
+// are zero up to a multiple of kStep. `prefetch` is for weights [N, K] alone.
 template <class W>
 void multiply(int num_rows, const Packed<W>* const* activations, Weights<W> weights,
-              int64_t num_outputs, const W* following, float* out, int64_t out_stride) {
+              int64_t num_outputs, Prefetch prefetch, float* out, int64_t out_stride) {
   switch (num_rows) {
-    case 1: return multiply_rows<W, 1>(activations, weights, num_outputs, following, out, out_stride);
-    case 2: return multiply_rows<W, 2>(activations, weights, num_outputs, following, out, out_stride);
-    case 3: return multiply_rows<W, 3>(activations, weights, num_outputs, following, out, out_stride);
-    case 4: return multiply_rows<W, 4>(activations, weights, num_outputs, following, out, out_stride);
-    case 5: return multiply_rows<W, 5>(activations, weights, num_outputs, following, out, out_stride);
-    case 6: return multiply_rows<W, 6>(activations, weights, num_outputs, following, out, out_stride);
+    case 1: return multiply_rows<W, 1>(activations, weights, num_outputs, prefetch, out, out_stride);
+    case 2: return multiply_rows<W, 2>(activations, weights, num_outputs, prefetch, out, out_stride);
+    case 3: return multiply_rows<W, 3>(activations, weights, num_outputs, prefetch, out, out_stride);
+    case 4: return multiply_rows<W, 4>(activations, weights, num_outputs, prefetch, out, out_stride);
+    case 5: return multiply_rows<W, 5>(activations, weights, num_outputs, prefetch, out, out_stride);
+    case 6: return multiply_rows<W, 6>(activations, weights, num_outputs, prefetch, out, out_stride);
   }
 }
 
-// Calls `group(first, count)` for rows 0 .. num_rows - 1 in as few groups as kMaxRows allows, of
-// nearly equal size: 7 rows are 4 + 3.
+// Calls `group(first, count, g, num_groups)` for rows 0 .. num_rows - 1 in as few groups as kMaxRows
+// allows, of nearly equal size: 7 rows are 4 + 3.
 template <class Group>
 void for_row_groups(int64_t num_rows, Group group) {
   const int64_t num_groups = (num_rows + kMaxRows - 1) / kMaxRows;
   for (int64_t g = 0; g < num_groups; ++g) {
     const int64_t first = num_rows * g / num_groups, last = num_rows * (g + 1) / num_groups;
-    group(first, int(last - first));
+    group(first, int(last - first), g, num_groups);
   }
 }
 
