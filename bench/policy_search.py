@@ -23,17 +23,17 @@ from transformers import Cache
 
 from acceptmoe.api import wrap
 from acceptmoe.bench.provenance import provenance
+from acceptmoe.bench.setups import DRAFTERS, load_bundled_drafter
 from acceptmoe.bench.workloads import encode, end_token_ids, mixed_problems
 from acceptmoe.decoding.acceptance import accept_greedy
 from acceptmoe.decoding.verify import Prefix, VerifiedBlock, Verifier
-from acceptmoe.drafting import load_drafter
 from acceptmoe.models.counters import RoutingCounters
 from acceptmoe.models.kv import keep_path, make_cache
 from acceptmoe.policies import AcceptPolicy, NaturalPolicy, RoutingPolicy, load_policy
 from acceptmoe.policies.history import StepHistory
 from acceptmoe.selection import RoutedBlock, Selection, anchors, select_eligible
 from acceptmoe.table import CommitmentTable
-from acceptmoe.targets import eagle3_folder, load_target, target_names
+from acceptmoe.targets import load_target, target_names
 from acceptmoe.tree import DraftTree
 
 PAPER = "accept-depth"
@@ -110,7 +110,7 @@ class Search:
     def __init__(self, target: str, drafter: str) -> None:
         self.model, self.tokenizer = load_target(target)
         self.end_ids = set(end_token_ids(self.model, self.tokenizer))
-        chosen = load_drafter(eagle3_folder(target) if drafter == "eagle3" else drafter)
+        chosen = load_bundled_drafter(drafter, target, self.model.dtype, 1)
         self.table = CommitmentTable.load(f"{target}__{chosen.name}")
         wrap(self.model, self.table, drafter=chosen, policy="natural")
         session = self.model.acceptmoe
@@ -240,7 +240,7 @@ def row_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", action="append", choices=target_names())
-    parser.add_argument("--drafter", default="eagle3")
+    parser.add_argument("--drafter", default="eagle3", choices=DRAFTERS)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
