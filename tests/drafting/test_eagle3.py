@@ -266,7 +266,8 @@ def test_misuse_is_refused() -> None:
     drafter.start(torch.tensor([1, 2]), 3, torch.zeros(2, 60))
     with pytest.raises(DrafterError, match=r"for 2 tokens they must have shape \(2, 60\)"):
         drafter.extend([1, 2], torch.zeros(1, 60))
-    with pytest.raises(InvalidArgumentError, match="topk is 0"):
-        Eagle3Drafter(random_head(), topk=0)
+    for topk in (0, 2.5, True, "8"):
+        with pytest.raises(InvalidArgumentError, match=f"topk is {topk!r}; it must be a whole"):
+            Eagle3Drafter(random_head(), topk=topk)
     with pytest.raises(DrafterError, match="call `check_target` first"):
         Eagle3Drafter(random_head()).start(torch.tensor([1, 2]), 3, torch.zeros(2, 60))

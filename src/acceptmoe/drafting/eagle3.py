@@ -55,8 +55,10 @@ class Eagle3Drafter:
         boundaries: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if topk < 1:
-            raise InvalidArgumentError(f"topk is {topk}; it must be 1 or larger (8 is usual)")
+        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+            raise InvalidArgumentError(
+                f"topk is {topk!r}; it must be a whole number, 1 or larger (8 is usual)"
+            )
         if boundaries is not None and len(boundaries) != head.config.num_aux:
             raise DrafterError(
                 f"boundaries has {len(boundaries)} layers; the head fuses {head.config.num_aux}"
