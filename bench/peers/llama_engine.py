@@ -20,7 +20,6 @@ import numpy as np
 
 from .llama_decoding import Logits
 
-
 # Of the module, because llama.cpp calls it for as long as anything of it is left.
 _QUIET = llama_cpp.llama_log_callback(lambda *_: None)
 
