@@ -73,7 +73,7 @@ NUM_SLOTS = 512
 PASS_ROWS = (8, 16, 32)
 PASS_REPEATS = 3
 # llama.cpp's own default, and longer chains that end where the drafter is unsure.
-DRAFTS = ("3", "7:0.5")
+DRAFTS = ("3", "7:0.8", "15:0.8")
 # By the name of the mode; which is faster depends on the number of rows.
 FLASH_ATTENTION = {"flash": True, "no-flash": False}
 
@@ -328,7 +328,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--factor", type=int, default=16, help="hidden 128 becomes 2048")
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2, help="timed texts of each prompt")
+    parser.add_argument("--rounds", type=int, default=1, help="timed texts of each prompt")
     parser.add_argument("--quick", action="store_true", help="two prompts, one round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write JSON (default: nowhere)")
