@@ -10,9 +10,9 @@ by the uncompiled loop with Transformers' own experts, for the comparison end to
 The arms take turns prompt by prompt, each prompt beginning with another one. Before anything is
 timed, every compiled arm must emit the tokens of the same arm uncompiled (most of them: in bfloat16
 two tokens can be as close as the rounding). Every text ends by itself, so that no draft is cut
-short and each arm compiles few sizes of pass.
+short.
 
-T is the number of rows of a compiled pass.
+T is the largest number of rows of the passes that a row stands for (`floor_rows.ROW_BOUNDS`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from torch import Tensor
 from acceptmoe.bench.results import save_results
 from acceptmoe.bench.setups import DRAFTERS, load_setup
 from acceptmoe.bench.workloads import TUNING_SPLIT, encode, end_token_ids, mixed_problems
-from acceptmoe.decoding.graph_shapes import load_graph_shapes, sizes_for
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 from acceptmoe.targets import target_names
 from floor_arms import STOCK_EXPERTS, Arm, ArmName, check_arm, make_arm
-from floor_rows import compare_end_to_end, rows_of
+from floor_rows import bounds_up_to, compare_end_to_end, rows_of
 from floors import TargetSizes, matrix_rates, read_bandwidth
 
 SEED = 0
@@ -105,7 +104,7 @@ def measure(options: argparse.Namespace, drafter: str) -> dict[str, Any]:
     arms = [*compiled, *stock]
     bandwidths = measure_in_turn(arms, prompts, settings, options.rounds)
     max_nodes = max(arm.name.num_nodes for arm in compiled)
-    rates = {rows: matrix_rates(rows) for rows in sizes_for(max_nodes, load_graph_shapes())}
+    rates = {rows: matrix_rates(rows) for rows in bounds_up_to(max_nodes)}
     best_rates = {rows: max(found.values()) for rows, found in rates.items()}
     bandwidth = statistics.median(bandwidths)
     shown = {"target": options.target, "drafter": drafter, "num_prompts": len(prompts)}

@@ -10,31 +10,41 @@ from floor_arms import STOCK_EXPERTS, Arm, Untimed
 from floors import TargetSizes, compute_ms, floor_ms, read_ms
 from step_log import Step
 
-MIN_PASSES = 5  # of one size, for a row
+MIN_PASSES = 5  # of one range, for a row
+ROW_BOUNDS = (4, 8, 12, 16, 24, 32, 48, 64)  # the most rows of each range of passes
 
 
-def padded_rows(num_nodes: int, sizes: list[int]) -> int:
-    """Rows of the compiled pass that takes `num_nodes` nodes.
+def bounds_up_to(num_nodes: int) -> list[int]:
+    """The bounds of the ranges in which trees of up to `num_nodes` nodes fall.
 
-    >>> padded_rows(9, [1, 4, 8, 16])
-    16
+    >>> bounds_up_to(10)
+    [4, 8, 12]
     """
-    return min(size for size in sizes if size >= num_nodes)
+    return [bound for bound in ROW_BOUNDS if bound <= bound_of(num_nodes)]
+
+
+def bound_of(num_nodes: int) -> int:
+    """The bound of the range that a pass over `num_nodes` rows falls in.
+
+    >>> bound_of(9)
+    12
+    """
+    return next((bound for bound in ROW_BOUNDS if bound >= num_nodes), num_nodes)
 
 
 def rows_of(
     arm: Arm, untimed: Untimed, sizes: TargetSizes, bytes_per_s: float, rates: dict[int, float]
 ) -> list[dict[str, Any]]:
-    """A row for each size of compiled pass that `arm` has run often enough.
+    """A row for each range of passes that `arm` has run often enough; T is the most rows of it.
 
-    `rates` are operations per second by rows. A policy may leave nodes out of a draft, so a tree of
-    up to 16 nodes can run in passes of 4, 8 and 16 rows.
+    `rates` are operations per second by T. A policy may leave nodes out of a draft, so trees of up
+    to 16 nodes can fall into several ranges.
     """
     report = arm.model.acceptmoe.report()
-    by_size: dict[int, list[Step]] = defaultdict(list)
+    by_bound: dict[int, list[Step]] = defaultdict(list)
     for step in arm.steps:
         if step.routing is not None:
-            by_size[padded_rows(step.num_nodes, report["compiled"]["sizes"])].append(step)
+            by_bound[bound_of(step.num_nodes)].append(step)
     shared = {
         "policy": arm.name.policy,
         "num_nodes": arm.name.num_nodes,
@@ -43,10 +53,10 @@ def rows_of(
         "same_as_uncompiled": untimed.num_same,
     }
     return [
-        {"T": size, **shared}
-        | parts_of(by_size[size], report["num_sparse_layers"], untimed, sizes, bytes_per_s, rate)
-        for size, rate in sorted(rates.items())
-        if len(by_size[size]) >= MIN_PASSES
+        {"T": bound, **shared}
+        | parts_of(by_bound[bound], report["num_sparse_layers"], untimed, sizes, bytes_per_s, rate)
+        for bound, rate in sorted(rates.items())
+        if len(by_bound[bound]) >= MIN_PASSES
     ]
 
 
@@ -58,7 +68,7 @@ def parts_of(
     bytes_per_s: float,
     operations_per_s: float,
 ) -> dict[str, Any]:
-    """Medians over steps whose passes have one size, and the floors of these very passes."""
+    """Medians over steps whose passes fall in one range, and the floors of these very passes."""
     counts = [step.routing for step in steps if step.routing is not None]
     works = [
         sizes.pass_work(

@@ -18,7 +18,7 @@ class Uncompiled:
     """A backend that leaves a pass as it is, and counts how many there are."""
 
     name = "none"
-    num_linears_rewritten = 0
+    num_attentions_folded = num_linears_rewritten = 0
 
     def __init__(self) -> None:
         self.num_graphs = 0
@@ -69,6 +69,7 @@ def wrap_with_passes(
     *,
     backend: Any = None,
     graphs: FakeGraphs | None = None,
+    steps_before_compiling: int = 0,
     **keywords: Any,
 ) -> PreTrainedModel:
     """`wrap` with passes of these sizes, by default neither compiled nor captured."""
@@ -81,6 +82,7 @@ def wrap_with_passes(
         backend or Uncompiled(),
         keeps_layers=bool(session.auditor.share),
         graphs=graphs,
+        steps_before_compiling=steps_before_compiling,
     )
     return model
 

@@ -71,6 +71,16 @@ def test_functions_of_one_definition_are_compiled_apart() -> None:
     assert backend.num_graphs == 10
 
 
+def test_marked_sizes_may_change_and_code_for_others_is_compiled_apart() -> None:
+    backend = PassBackend("eager")
+    compiled = backend.compile(lambda x: x + 1 if x.shape[0] <= 8 else x - 1)
+    for num_rows in (8, 2, 5, 9, 20, 3):
+        x = torch.zeros(num_rows)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert compiled(x).tolist() == [1 if num_rows <= 8 else -1] * num_rows
+    assert backend.num_graphs == 2
+
+
 @pytest.mark.parametrize("name", ["inductors", "", 1, None])
 def test_an_unknown_backend_is_refused(name: object) -> None:
     with pytest.raises(

@@ -166,8 +166,9 @@ class TestATextWithPasses:
         check_all(wrapped, target)
         check_all(wrapped, target)
         report = wrapped.acceptmoe.report()["compiled"]
-        # One for each size: restricted passes of 4 and 8 rows, steps of 1.
-        assert report["num_compilations"] == report["num_passes"] == 3
+        # Passes of 4 and 8 rows share a forward; steps of 1 have their own.
+        assert report["num_compilations"] == 2
+        assert report["num_passes"] == 3
         assert report["num_uncompiled_passes"] == 0
         assert report["num_compiled_passes"] > 30
 
@@ -227,6 +228,20 @@ class TestATextWithPasses:
             thread.join()
         for number in (0, 1):
             assert texts[number] == target[2][number][: target[1][number].shape[1] + 24]
+
+    def test_takes_its_first_steps_uncompiled(self, target) -> None:
+        model, prompts, futures = target
+        wrap_with_passes(model, (1, 8), policy="natural", num_nodes=7, steps_before_compiling=3)
+        model.acceptmoe.drafter = ScriptedDrafter(
+            lambda text, num_nodes, max_depth: DraftTree.root_only(text[-1])
+        )
+        try:
+            assert greedy(model, prompts[1]) == futures[1][: prompts[1].shape[1] + 24]
+            report = model.acceptmoe.report()
+        finally:
+            acceptmoe.unwrap(model)
+        assert report["compiled"]["num_uncompiled_passes"] == 3
+        assert report["compiled"]["num_compiled_passes"] == report["num_plain_steps"] - 3 == 20
 
     def test_is_not_sampled(self, wrapped, target) -> None:
         with pytest.raises(UnsupportedGenerateError, match="do_sample is True"):
@@ -385,7 +400,7 @@ class TestWrapWithCompile:
     def test_takes_the_sizes_that_its_trees_need(self, target) -> None:
         model = acceptmoe.wrap(target[0], policy="natural", num_nodes=10, compile=True)
         report = model.acceptmoe.report()["compiled"]
-        assert report["sizes"] == [1, 4, 8, 16]
+        assert report["sizes"] == list(range(1, 11))  # no graph, so no padding
         assert report["backend"] == "inductor"
         acceptmoe.unwrap(model)
 

@@ -1,4 +1,6 @@
-"""The forward of every family compiles as one graph, once, and gives plain greedy text."""
+"""The forward of every family compiles as one graph, once for trees of all sizes, and gives plain
+greedy text.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,7 @@ FAMILIES = (
     "solar_open",
 )
 SIZE = 8
+SIZES = tuple(range(1, SIZE + 1))
 
 
 def prompt_of(length: int, seed: int) -> torch.Tensor:
@@ -59,19 +62,23 @@ def check_family(name: str, backend: str) -> None:
     futures = [greedy(model, prompt, max_new_tokens=24) for prompt in prompts]
     counter = PassBackend(backend)
     counters.clear()
-    wrap_with_passes(model, (SIZE,), backend=counter, policy="natural", num_nodes=SIZE, max_depth=3)
+    wrap_with_passes(model, SIZES, backend=counter, policy="natural", num_nodes=SIZE, max_depth=3)
+    sizes = set()
+    model.acceptmoe.observers.append(lambda tree, nodes: sizes.add(tree.num_nodes))
     for prompt, future in zip(prompts, futures, strict=True):
         model.acceptmoe.drafter = OracleDrafter(future, VOCAB_SIZE)
         start = prompt.shape[1]
         # EOS inside a block, so that no block is the root alone: that would be another pass.
         new = future[start:]
         end = max(i for i, token in enumerate(new[:16]) if new.index(token) == i)
-        assert greedy(model, prompt, eos_token_id=new[end]) == future[: start + end + 1]
+        for model.acceptmoe.num_nodes in (SIZE, 5):
+            assert greedy(model, prompt, eos_token_id=new[end]) == future[: start + end + 1]
     report = model.acceptmoe.report()
     assert report["compiled"]["num_compilations"] == 1
     assert report["compiled"]["num_compiled_passes"] == report["num_verifications"]
     assert report["compiled"]["num_uncompiled_passes"] == report["num_plain_steps"] == 0
-    assert report["compiled"]["num_padded_rows"] > 0
+    assert report["compiled"]["num_padded_rows"] == 0
+    assert sizes == {SIZE - 1, 5}  # the oracle's trees are odd
     assert report["accepted_length"] > 1.5
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
@@ -85,7 +92,7 @@ def test_a_pass_with_our_kernels_compiles_and_gives_the_same_logits() -> None:
     acceptmoe.wrap(model, table, num_nodes=SIZE, max_depth=3, experts="acceptmoe")
     session = model.acceptmoe
     backend = PassBackend("aot_eager", torch.ops.acceptmoe.linear.default)
-    passes = CompiledPasses((SIZE,), 4, session.policy, backend)
+    passes = CompiledPasses(SIZES, 4, session.policy, backend)
     prompt, prefix = prompt_of(12, 3), Prefix(torch.ones(12, dtype=torch.bool), 12)
     tree = DraftTree((5, 6, 7, 8, 9), (-1, 0, 0, 2, 0), (1.0, 0.5, 0.4, 0.3, 0.1))
     logits = []

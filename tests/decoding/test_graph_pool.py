@@ -128,7 +128,7 @@ class TestAPool:
 class TestShapes:
     def test_of_the_package_begin_with_the_root_alone(self) -> None:
         shapes = load_graph_shapes()
-        assert [shape.padded_nodes for shape in shapes] == [1, 4, 8, 16, 32, 64]
+        assert [shape.padded_nodes for shape in shapes] == [1, 4, 8, 12, 16, 24, 32, 48, 64]
 
     @pytest.mark.parametrize(
         ("num_nodes", "sizes"),

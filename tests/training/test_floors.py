@@ -12,7 +12,7 @@ from eagle3_fixtures import random_head, small_target
 from acceptmoe.drafting import AssistantDrafter, Eagle3Drafter, NgramDrafter
 from acceptmoe.tree import DraftTree
 from bench_floor import parse_cells
-from floor_rows import padded_rows
+from floor_rows import bound_of, bounds_up_to
 from floors import TargetSizes, Work, compute_ms, counted_products, floor_ms, read_ms
 from step_log import StepLog
 
@@ -126,5 +126,6 @@ def test_a_cell_is_a_policy_and_a_number_of_rows(text: str) -> None:
         parse_cells([text])
 
 
-def test_a_pass_has_the_rows_of_the_smallest_compiled_size() -> None:
-    assert [padded_rows(n, [1, 4, 8, 16]) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 8, 16]
+def test_passes_fall_into_the_smallest_range_that_holds_their_rows() -> None:
+    assert [bound_of(n) for n in (2, 4, 5, 16, 17, 64, 65)] == [4, 4, 8, 16, 24, 64, 65]
+    assert bounds_up_to(17) == [4, 8, 12, 16, 24]

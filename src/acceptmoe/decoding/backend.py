@@ -1,8 +1,9 @@
 """The `torch.compile` backend of verification passes: Inductor, with linear layers of our own.
 
 Stock low-precision products of a few rows run far below what some CPUs could do; there every
-`F.linear` of the pass becomes `acceptmoe::linear`. The rewrite works on the graph that Dynamo hands
-to a backend, before anything is lowered, so it needs no private part of Inductor.
+`F.linear` of the pass becomes `acceptmoe::linear`. This rewrite, and the one of attention in
+`grouped_attention.py`, work on the graph that Dynamo hands to a backend, before anything is
+lowered, so they need no private part of Inductor.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import list_backends, lookup_backend
 
+from acceptmoe.decoding.grouped_attention import fold_query_heads
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops.linear import suits_linear
 
@@ -36,7 +38,7 @@ def check_backend(name: object) -> str:
 
 
 class PassBackend:
-    """Compiles graphs with the backend `name`; counts them, and the linear layers rewritten.
+    """Compiles graphs with the backend `name`; counts them, and what is rewritten in them.
 
     `linear` is the op that takes the place of `F.linear` where it can, or None to leave all as
     they are.
@@ -45,26 +47,30 @@ class PassBackend:
     def __init__(self, name: str, linear: Callable[..., Tensor] | None = None) -> None:
         self.name = name
         self.num_graphs = 0
-        self.num_linears_rewritten = 0
+        self.num_attentions_folded = self.num_linears_rewritten = 0
         self._linear = linear
 
     def compile(self, function: Compiled) -> Compiled:
         """`function` compiled as one graph for the shapes of its first call, by this backend.
 
-        Without Dynamo's guards: checking those of every module and parameter would take longer than
-        a small model's layer, in every step. So the result is right for as long as everything but
-        the values of tensors stays as it was; `CompiledPasses` checks that before each text.
+        Axes that `torch._dynamo.mark_dynamic` has marked may have other sizes in later calls.
+
+        Of Dynamo's guards only those on such sizes stay: checking those of every module and
+        parameter would take longer than a small model's layer, in every step. So the result is
+        right for as long as everything but the values of tensors stays as it was;
+        `CompiledPasses` checks that before each text.
         """
         return torch.compile(
             _with_own_code(function),
             fullgraph=True,
             dynamic=False,
             backend=self,
-            options={"guard_filter_fn": _no_guards},
+            options={"guard_filter_fn": _guards_on_sizes},
         )
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> Compiled:
         self.num_graphs += 1
+        self.num_attentions_folded += fold_query_heads(module)
         if self._linear is not None:
             self.num_linears_rewritten += rewrite_linears(module, self._linear)
         backend: Callable[..., Compiled] = lookup_backend(self.name)
@@ -81,8 +87,8 @@ def _with_own_code(function: Compiled) -> Compiled:
     return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
-def _no_guards(guards: Sequence[Any]) -> list[bool]:
-    return [False] * len(guards)
+def _guards_on_sizes(guards: Sequence[Any]) -> list[bool]:
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 
 def rewrite_linears(module: fx.GraphModule, linear: Callable[..., Tensor]) -> int:
@@ -105,26 +111,30 @@ def rewrite_linears(module: fx.GraphModule, linear: Callable[..., Tensor]) -> in
 
 def _rewrite(graph: fx.Graph, node: fx.Node, linear: Callable[..., Tensor]) -> None:
     states, weight, bias = _operands(node)
-    shape = states.meta["example_value"].shape
+    # A size that changes is no number; -1 stands for it.
+    shape = [size if type(size) is int else -1 for size in _value(node).shape]
     with graph.inserting_before(node):
-        flat = graph.call_function(torch.reshape, (states, (-1, shape[-1])))
+        flat = graph.call_function(torch.reshape, (states, (-1, _value(weight).shape[1])))
         product = graph.call_function(linear, (flat, weight, bias))
-        result = graph.call_function(
-            torch.reshape, (product, (*shape[:-1], weight.meta["example_value"].shape[0]))
-        )
-    result.meta["example_value"] = node.meta["example_value"]
+        result = graph.call_function(torch.reshape, (product, shape))
+    result.meta["example_value"] = _value(node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
 def _is_suitable(node: fx.Node) -> bool:
     states, weight, _ = _operands(node)
-    if not isinstance(states, fx.Node) or not isinstance(weight, fx.Node):
-        return False
-    state, matrix = states.meta.get("example_value"), weight.meta.get("example_value")
+    state, matrix = _value(states), _value(weight)
     if not isinstance(state, Tensor) or not isinstance(matrix, Tensor):
         return False
-    return suits_linear(state, matrix) and state.numel() <= MAX_LINEAR_ROWS * state.shape[-1]
+    num_unknown = sum(type(size) is not int for size in state.shape)
+    is_small = state.numel() <= MAX_LINEAR_ROWS * state.shape[-1]
+    return suits_linear(state, matrix) and num_unknown <= 1 and is_small
+
+
+def _value(operand: Any) -> Any:
+    """The fake tensor of a node; None for what is no node."""
+    return operand.meta.get("example_value") if isinstance(operand, fx.Node) else None
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:

@@ -20,6 +20,7 @@ from acceptmoe.selection import BlockRows
 from acceptmoe.table import CommitmentTable
 from acceptmoe.tree import DraftTree
 
+WITHOUT_ROWS = ("moves", "num_prefix", "next_position")  # all axes of the others are rows
 ALIGNMENT = 64  # bytes; compiled kernels copy inputs that lie on odd addresses
 
 
@@ -86,6 +87,19 @@ class BlockBuffers:
     @property
     def num_bytes(self) -> int:
         return self._device.nbytes
+
+    def mark_rows_dynamic(self) -> None:
+        """Make `torch.compile` take the number of rows for one of many.
+
+        Except 1, which torch always compiles for alone.
+        """
+        if self.inputs.num_rows == 1:
+            return
+        for field in fields(BlockInputs):
+            tensor: Tensor = getattr(self.inputs, field.name)
+            if field.name not in WITHOUT_ROWS:
+                for axis in range(tensor.dim()):
+                    torch._dynamo.mark_dynamic(tensor, axis)
 
     def fill(
         self,

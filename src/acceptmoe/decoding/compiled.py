@@ -1,7 +1,9 @@
 """Compiled verification passes of one wrapped model, and the caches that they write to.
 
-A pass is made for one number of rows, one cache and one policy. On a GPU it is captured as a CUDA
-graph too. Prefills, and trees larger than every pass, run the model as it is.
+The forward is compiled once for one cache and one policy, whatever the number of rows; a pass is
+this forward on buffers for one number of rows. On a GPU each pass is captured as a CUDA graph too,
+so there are passes of a few sizes only, and trees are padded to them. Prefills, and trees larger
+than every pass, run the model as it is.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from acceptmoe.decoding.backend import PassBackend, check_backend
-from acceptmoe.decoding.buffers import BlockBuffers
+from acceptmoe.decoding.backend import Compiled, PassBackend, check_backend
+from acceptmoe.decoding.buffers import BlockBuffers, BlockInputs
 from acceptmoe.decoding.cuda_graphs import CudaGraphs, Graph, GraphCapture
 from acceptmoe.decoding.forward import BlockForward, BlockOutput, PassKind
 from acceptmoe.decoding.graph_pool import GraphPool, PassKey
@@ -35,6 +37,9 @@ from acceptmoe.tree import DraftTree
 MIN_SLOTS = 256
 MAX_CACHES = 2  # of different capacity; each holds the keys and values of a whole text
 MAX_PASSES_PER_SIZE = 4
+# Ordinary steps are a forward of their own. Compiling it would take longer than the few steps that
+# end a text, where nothing can be drafted any more.
+STEPS_BEFORE_COMPILING = 16
 TRACEABLE_EXPERTS = ("grouped_mm", "batched_mm")
 
 # Logits, features, counts, trusted rows, and the tensors of each layer's `RoutedLayer`.
@@ -47,45 +52,58 @@ PassOutput = tuple[
 ]
 
 
-class CompiledPass:
-    """The forward over `key.num_rows` rows on one cache, compiled when it first runs."""
+class CompiledForward:
+    """The forward of one kind on one cache, compiled when it first runs, for all numbers of rows.
+
+    It must first run on as many rows as it ever will: how it is parallelised is decided by them.
+    """
 
     def __init__(
         self,
         forward: BlockForward,
         cache: BlockCache,
-        key: PassKey,
         kind: PassKind,
-        num_moves: int,
         backend: PassBackend,
         *,
         keeps_layers: bool,
     ) -> None:
-        self.buffers = BlockBuffers(key.num_rows, num_moves, forward.model.device)
-
         def run(inputs: Any, cache: BlockCache, slot_is_valid: Tensor) -> PassOutput:
             output = forward(inputs, cache, slot_is_valid, kind, has_padding=True)
             routed = tuple(map(routed_tensors, output.layers)) if keeps_layers else ()
             return output.logits, output.features, output.counts, output.is_trusted, routed
 
+        self.adapter = forward.adapter
+        self.device = forward.model.device
         self._cache = cache
-        self._adapter = forward.adapter
-        self._compiled = backend.compile(run)
+        self._compiled: Compiled = backend.compile(run)
+
+    def __call__(self, inputs: BlockInputs) -> PassOutput:
+        output: PassOutput = self._compiled(inputs, self._cache, self._cache.slot_is_valid)
+        return output
+
+
+class CompiledPass:
+    """A compiled forward on buffers for `num_rows` rows."""
+
+    def __init__(self, forward: CompiledForward, num_rows: int, num_moves: int) -> None:
+        self.buffers = BlockBuffers(num_rows, num_moves, forward.device)
+        self.buffers.mark_rows_dynamic()
+        self._forward = forward
         self._graph: Graph[PassOutput] | None = None
 
     def capture(self, graphs: GraphCapture) -> None:
         """Capture the pass, as the buffers are filled; the cache must have room for its rows."""
-        self._graph = graphs.capture(self._run)
+        self._graph = graphs.capture(self.run)
 
     def replay(self) -> BlockOutput:
         """Run on what is in `buffers`; a captured pass overwrites its result with the next one."""
         if self._graph is None:
-            output = self._run()
+            output = self.run()
         else:
             self._graph.replay()
             output = self._graph.output
         logits, features, counts, is_trusted, routed = output
-        rows, layers = self.buffers.inputs.rows(), routed_layers(self._adapter, routed)
+        rows, layers = self.buffers.inputs.rows(), routed_layers(self._forward.adapter, routed)
         return BlockOutput(logits, features, counts, rows, layers, is_trusted)
 
     @property
@@ -96,11 +114,9 @@ class CompiledPass:
         if self._graph is not None:
             self._graph.reset()
 
-    def _run(self) -> PassOutput:
-        output: PassOutput = self._compiled(
-            self.buffers.inputs, self._cache, self._cache.slot_is_valid
-        )
-        return output
+    def run(self) -> PassOutput:
+        """Run the forward itself, graph or not."""
+        return self._forward(self.buffers.inputs)
 
 
 def routed_tensors(layer: RoutedLayer) -> RoutedTensors:
@@ -136,6 +152,7 @@ class CompiledPasses:
         *,
         keeps_layers: bool = False,
         graphs: GraphCapture | None = None,
+        steps_before_compiling: int = STEPS_BEFORE_COMPILING,
     ) -> None:
         self.backend = backend
         self.num_compiled_passes = self.num_uncompiled_passes = self.num_padded_rows = 0
@@ -144,7 +161,9 @@ class CompiledPasses:
         self._policy = policy
         self.keeps_layers = keeps_layers
         self._graphs = graphs
+        self._num_steps_to_wait = steps_before_compiling
         self._caches: OrderedDict[int, BlockCache] = OrderedDict()
+        self._forwards: dict[PassKey, CompiledForward] = {}
         self._model_state: object = None
         self._pool = self._empty_pool()
 
@@ -178,9 +197,11 @@ class CompiledPasses:
         prefix: Prefix,
         table: CommitmentTable | None,
     ) -> BlockOutput | None:
-        """The pass over `tree`, or None, counted, where no compiled one is large enough."""
+        """The pass over `tree`, or None, counted, where it is to run uncompiled."""
         size = self._pool.find_size(tree.num_nodes)
-        if size is None or prefix.length + size > cache.num_slots:
+        is_waiting = kind is PassKind.STEP and self._num_steps_to_wait > 0
+        if size is None or prefix.length + size > cache.num_slots or is_waiting:
+            self._num_steps_to_wait -= is_waiting
             self.num_uncompiled_passes += 1
             return None
         # Tensors made inside inference mode could not be written to outside it.
@@ -204,13 +225,16 @@ class CompiledPasses:
         """
         state = model_state(model)
         if state != self._model_state and self._model_state is not None:
-            self._pool.invalidate("the model's parameters, hooks or settings changed")
-            self._caches.clear()
+            self._drop_all("the model's parameters, hooks or settings changed")
         self._model_state = state
 
     def release(self) -> None:
         """Drop every pass and cache."""
-        self._pool.invalidate("the model was unwrapped")
+        self._drop_all("the model was unwrapped")
+
+    def _drop_all(self, reason: str) -> None:
+        self._pool.invalidate(reason)
+        self._forwards.clear()
         self._caches.clear()
 
     def report(self) -> dict[str, Any]:
@@ -223,17 +247,24 @@ class CompiledPasses:
             "num_padded_rows": self.num_padded_rows,
             "num_compilations": self.backend.num_graphs,
             "num_linears_rewritten": self.backend.num_linears_rewritten,
+            "num_attentions_folded": self.backend.num_attentions_folded,
             "cache_bytes": sum(cache.num_bytes for cache in self._caches.values()),
             **self._pool.report(),
         }
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy compiles for itself: passes read the original's weights and caches.
-        dropped = ("_pool", "_caches", "_model_state", "_graphs")
+        dropped = ("_pool", "_caches", "_forwards", "_model_state", "_graphs")
         return {name: value for name, value in vars(self).items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _caches=OrderedDict(), _model_state=None, _graphs=None)
+        fresh: dict[str, Any] = {
+            "_caches": OrderedDict(),
+            "_forwards": {},
+            "_model_state": None,
+            "_graphs": None,
+        }
+        vars(self).update(state, **fresh)
         self._pool = self._empty_pool()
 
     def _get(
@@ -245,24 +276,6 @@ class CompiledPasses:
         cache: BlockCache,
         prefix: Prefix,
     ) -> CompiledPass:
-        def make(key: PassKey) -> CompiledPass:
-            made = CompiledPass(
-                forward,
-                cache,
-                key,
-                kind,
-                self._num_moves,
-                self.backend,
-                keeps_layers=self.keeps_layers,
-            )
-            if self._graphs is not None:
-                # The warm-up writes where the block's rows will lie, and moves nothing.
-                idle = [cache.num_slots - 1] * self._num_moves
-                root = DraftTree.root_only(tree.tokens[0])
-                made.buffers.fill(root, prefix.length, prefix.next_position, None, (idle, idle))
-                made.capture(self._graphs)
-            return made
-
         restricted = kind is PassKind.RESTRICTED
         policy = f"{self._policy.name} {self._policy.params()}" if restricted else kind.value
         if self.keeps_layers and kind is not PassKind.STEP:
@@ -271,11 +284,38 @@ class CompiledPasses:
         def key(num_rows: int) -> PassKey:
             return PassKey(num_rows, 1, cache.num_slots, forward.model.dtype, policy)
 
-        if self._graphs is not None and kind is not PassKind.STEP:
+        room = cache.num_slots - prefix.length
+        sizes = [rows for rows in self._sizes if (rows == 1) == (size == 1) and rows <= room]
+        compiled = self._forwards.get(key(size).of_any_rows())
+        if compiled is None:
+            compiled = CompiledForward(
+                forward, cache, kind, self.backend, keeps_layers=self.keeps_layers
+            )
+            largest = CompiledPass(compiled, max(sizes), self._num_moves)
+            self._fill_idle(largest, tree, cache, prefix)
+            largest.run()
+            self._forwards[key(size).of_any_rows()] = compiled
+
+        def make(key: PassKey) -> CompiledPass:
+            made = CompiledPass(compiled, key.num_rows, self._num_moves)
+            if self._graphs is not None:
+                self._fill_idle(made, tree, cache, prefix)
+                made.capture(self._graphs)
+            return made
+
+        if self._graphs is not None:
             # All at once: graphs share one memory pool, which the largest lays out for all.
-            room = cache.num_slots - prefix.length
-            self._pool.prepare([key(rows) for rows in self._sizes if 1 < rows <= room], make)
+            self._pool.prepare([key(rows) for rows in sizes], make)
         return self._pool.get(key(size), make)
+
+    def _fill_idle(
+        self, made: CompiledPass, tree: DraftTree, cache: BlockCache, prefix: Prefix
+    ) -> None:
+        """Inputs with which `made` writes where the block's rows will lie, and moves nothing."""
+        cache.make_moves()  # what the last block has committed may lie there yet
+        idle = [cache.num_slots - 1] * self._num_moves
+        root = DraftTree.root_only(tree.tokens[0])
+        made.buffers.fill(root, prefix.length, prefix.next_position, None, (idle, idle))
 
     def _find_cache(self, model: PreTrainedModel, num_layers: int, num_needed: int) -> BlockCache:
         """The cache of the capacity for `num_needed` slots: powers of two, so that few exist."""
@@ -295,6 +335,8 @@ class CompiledPasses:
             f"the cache of {num_slots} slots made room for another",
             only=lambda key: key.num_slots == num_slots,
         )
+        for key in [key for key in self._forwards if key.num_slots == num_slots]:
+            del self._forwards[key]
 
 
 def model_state(model: PreTrainedModel) -> object:
@@ -345,13 +387,16 @@ def make_compiled_passes(
     weight: Any = model.get_output_embeddings().weight
     uses_own_linear = experts is not None and is_faster_than_stock(weight)
     backend = PassBackend(name, torch.ops.acceptmoe.linear.default if uses_own_linear else None)
+    # A graph is captured for one number of rows; a compiled forward takes any.
+    is_captured = model.device.type == "cuda"
+    every_size = tuple(range(1, num_nodes + 1))
     return CompiledPasses(
-        sizes_for(num_nodes, load_graph_shapes()),
+        sizes_for(num_nodes, load_graph_shapes()) if is_captured else every_size,
         min(max_depth + 1, num_nodes),
         policy,
         backend,
         keeps_layers=keeps_layers,
-        graphs=CudaGraphs(model.device) if model.device.type == "cuda" else None,
+        graphs=CudaGraphs(model.device) if is_captured else None,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,6 +29,10 @@ class PassKey:
     num_slots: int
     dtype: torch.dtype
     policy: str
+
+    def of_any_rows(self) -> PassKey:
+        """What passes that differ in their numbers of rows alone have in common."""
+        return replace(self, num_rows=0)
 
 
 class Pass(Protocol):

@@ -1,4 +1,4 @@
-"""The sizes of verification passes that are compiled or captured, from `graphs/*.json`."""
+"""The sizes of verification passes that are captured as CUDA graphs, from `graphs/*.json`."""
 
 from __future__ import annotations
 

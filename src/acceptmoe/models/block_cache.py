@@ -88,7 +88,7 @@ class BlockCache(Cache):  # type: ignore[misc]
 
     def store(self, target: Cache, num_tokens: int) -> None:
         """Append what has been committed behind the first `num_tokens` slots to `target`."""
-        self._make_moves()
+        self.make_moves()
         new = slice(num_tokens, self.num_committed)
         for layer, other in zip(self.layers, target.layers, strict=False):
             if type(other) is StaticLayer:
@@ -120,7 +120,7 @@ class BlockCache(Cache):  # type: ignore[misc]
         at once, and those returned move nothing.
         """
         if len(self._moves) > num_moves:
-            self._make_moves()
+            self.make_moves()
         moves, self._moves = self._moves, []
         idle = self.num_slots - 1
         padding = [idle] * (num_moves - len(moves))
@@ -138,7 +138,8 @@ class BlockCache(Cache):  # type: ignore[misc]
                 layer.values.index_copy_(2, target, layer.values.index_select(2, source))
         self._place.first_slot = num_prefix
 
-    def _make_moves(self) -> None:
+    def make_moves(self) -> None:
+        """Make the moves that are left, outside a pass."""
         if self._moves:
             moves = torch.tensor(self._moves, device=self.slot_is_valid.device).T
             self._moves = []
