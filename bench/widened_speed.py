@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from acceptmoe.bench.policy_grid import PLAIN
 from acceptmoe.bench.setups import Setup, load_setup
-from acceptmoe.bench.speed_arms import PLAIN, ArmName, SpeedArms
+from acceptmoe.bench.speed_arms import ArmName, SpeedArms
 from acceptmoe.bench.workloads import TEST_SPLIT, Tree, encode, end_token_ids, mixed_problems
 from acceptmoe.drafting import AssistantDrafter
 

@@ -419,7 +419,7 @@ def test_the_table_counts_what_plain_greedy_generate_confirms(model, assistant, 
 def test_the_curve_of_a_real_run_is_calibrated_on_held_out_prompts(model, assistant):
     table = calibrate(
         model,
-        assistant,
+        AssistantDrafter(assistant, min_reach=0.0),  # so that few prompts give enough nodes
         random_prompts(20),
         num_nodes=12,
         max_depth=4,

@@ -119,7 +119,7 @@ def target(request) -> Target:
 def make_drafter(name: str, model: PreTrainedModel) -> str | Drafter:
     if name == "ngram":
         return name
-    return AssistantDrafter(perturbed(model), num_children=3, frontier=2)
+    return AssistantDrafter(perturbed(model), num_children=3, frontier=2, min_reach=0.0)
 
 
 @torch.no_grad()
