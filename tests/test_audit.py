@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 import acceptmoe
 from acceptmoe import InvalidArgumentError, UnsupportedGenerateError, WrapStateError
-from acceptmoe.audit import MIN_BLOCKS, AuditReport, PromptAudit, audit_prompts
+from acceptmoe.audit import AuditReport, PromptAudit, audit_prompts
+from acceptmoe.decoding.audit_statistics import MIN_ERROR_BLOCKS
 from passes import wrap_with_passes
 from tiny_models import NUM_LAYERS, VOCAB_SIZE, make_model
 
@@ -186,7 +187,7 @@ def test_an_audit_inside_generate_is_refused(wrapped: PreTrainedModel) -> None:
 def test_a_few_blocks_give_no_standard_errors(wrapped: PreTrainedModel) -> None:
     prompts = make_prompts(1)
     found = audit_prompts(wrapped, prompts, max_new_tokens=9, pad_token_id=0, share=1.0)
-    assert 2 <= found.audit.num_blocks < MIN_BLOCKS
+    assert 2 <= found.audit.num_blocks < MIN_ERROR_BLOCKS
     parts = [found.audit, *found.audit.by_depth, *found.audit.by_layer]
     errors = [value for part in parts for name, value in vars(part).items() if name.endswith("_se")]
     assert set(errors) == {None}

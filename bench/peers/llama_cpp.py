@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -214,17 +214,16 @@ def load_llama(
     def load(name: str, model: Any) -> LlamaModel:
         path = folder / f"{name}.gguf"
         write_gguf(path, model.config, model.state_dict())
-        return opened.enter_context(LlamaModel(path))
+        return opened.enter_context(closing(LlamaModel(path)))
 
     def context(model: LlamaModel, flash_attention: bool) -> Context:
-        return opened.enter_context(
-            LlamaContext(
-                model,
-                num_threads=options.threads,
-                num_slots=NUM_SLOTS,
-                flash_attention=flash_attention,
-            )
+        made = LlamaContext(
+            model,
+            num_threads=options.threads,
+            num_slots=NUM_SLOTS,
+            flash_attention=flash_attention,
         )
+        return opened.enter_context(closing(made))
 
     target = load("target", setup.model)
     contexts = {name: context(target, is_flash) for name, is_flash in FLASH_ATTENTION.items()}

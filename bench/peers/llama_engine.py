@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import llama_cpp
@@ -29,7 +28,7 @@ class LlamaError(RuntimeError):
 
 
 class LlamaModel:
-    """The weights in a GGUF file; a context manager that frees them."""
+    """The weights in a GGUF file, until `close`."""
 
     def __init__(self, path: Path) -> None:
         llama_cpp.llama_backend_init()
@@ -42,20 +41,12 @@ class LlamaModel:
         vocabulary = llama_cpp.llama_model_get_vocab(self.pointer)
         self.vocab_size: int = llama_cpp.llama_vocab_n_tokens(vocabulary)
 
-    def __enter__(self) -> LlamaModel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         llama_cpp.llama_model_free(self.pointer)
 
 
 class LlamaContext:
-    """One sequence of at most `num_slots` tokens, a `Context`; a context manager that frees it."""
+    """One sequence of at most `num_slots` tokens, a `Context`, until `close`."""
 
     def __init__(
         self, model: LlamaModel, *, num_threads: int, num_slots: int, flash_attention: bool
@@ -77,15 +68,7 @@ class LlamaContext:
         self._batch: Any = llama_cpp.llama_batch_init(num_slots, 0, 1)
         self._length = 0
 
-    def __enter__(self) -> LlamaContext:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
 

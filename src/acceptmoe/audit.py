@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from acceptmoe.errors import InvalidArgumentError, WrapStateError
 from acceptmoe.models.counters import RoutingCounters
 
 Progress = Callable[[int, int], None]
-Part = TypeVar("Part", AuditReport, DepthAudit, LayerAudit)
-
-MIN_BLOCKS = 5  # of fewer a standard error says nothing: equal ones would look certain
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,7 @@ class PromptAudit:
     """The outcome of `audit_prompts`.
 
     `audit` says what the policy changed; `report` is the session's report of this run alone, with
-    tokens/s, accepted length and experts; `outputs` are the new tokens of each prompt. A standard
-    error from fewer than `MIN_BLOCKS` blocks is None in both.
+    tokens/s, accepted length and experts; `outputs` are the new tokens of each prompt.
     """
 
     audit: AuditReport
@@ -91,29 +87,9 @@ def audit_prompts(
             )
             outputs.append(sequence[0, prompt.shape[1] :].tolist())
         report = session.report()
-    audit = without_unsure_errors(auditor.read())
-    if report["audit"] is not None:
-        report["audit"] |= asdict(audit)
     if progress is not None:
         progress(len(rows), len(rows))
-    return PromptAudit(audit, report, outputs)
-
-
-def without_unsure_errors(audit: AuditReport) -> AuditReport:
-    """The report without the standard errors that come from fewer than `MIN_BLOCKS` blocks."""
-    # A depth counts with the blocks that committed a token there, which are some of those it is in.
-    depths = tuple(
-        row if row.num_tokens >= MIN_BLOCKS else _without_errors(row) for row in audit.by_depth
-    )
-    audit = replace(audit, by_depth=depths)
-    if audit.num_blocks >= MIN_BLOCKS:
-        return audit
-    return replace(_without_errors(audit), by_layer=tuple(map(_without_errors, audit.by_layer)))
-
-
-def _without_errors(part: Part) -> Part:
-    no_errors: dict[str, Any] = {f.name: None for f in fields(part) if f.name.endswith("_se")}
-    return replace(part, **no_errors)
+    return PromptAudit(auditor.read(), report, outputs)
 
 
 @contextmanager

@@ -135,10 +135,18 @@ def anchors(block: RoutedBlock, num_anchored: Tensor | None = None) -> Tensor:
     anchored = block.is_wanted[0]
     if num_anchored is None:
         return anchored
+    return anchored | best_of_rows(block, num_anchored[:, None])
+
+
+def best_of_rows(block: RoutedBlock, count: int | Tensor) -> Tensor:
+    """[E] bool: each real row's `count` best experts, as the router ranks its natural top-k.
+
+    `count` is one number for all, or [T, 1]; more than K means all K. Of equals the lower id is the
+    better one.
+    """
     places = places_of(block.choice.gather(1, block.natural_ids), block.natural_ids)
-    is_kept = (places < num_anchored[:, None]) & block.rows.is_real[:, None]
-    kept = torch.zeros_like(block.is_wanted).scatter_(1, block.natural_ids, is_kept)
-    return anchored | kept.any(dim=0)
+    is_best = (places < count) & block.rows.is_real[:, None]
+    return torch.zeros_like(block.is_wanted).scatter_(1, block.natural_ids, is_best).any(dim=0)
 
 
 def places_of(values: Tensor, ids: Tensor) -> Tensor:

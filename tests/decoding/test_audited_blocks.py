@@ -348,18 +348,18 @@ def test_the_masses_of_rows_are_those_of_their_own_experts() -> None:
 def test_standard_errors_are_those_of_a_ratio_over_blocks() -> None:
     ratio = BlockRatio()
     assert ratio.value is None
-    ratio.add(3.0, 2.0)
-    assert ratio.standard_error is None
-    ratio.add(1.0, 1.0)
-    ratio.add(2.0, 3.0)
+    for numerator, denominator in ((3.0, 2.0), (1.0, 1.0), (2.0, 3.0), (2.0, 2.0)):
+        ratio.add(numerator, denominator)
+    assert ratio.standard_error is None  # of four blocks
+    ratio.add(2.0, 2.0)
     assert ratio.value == 1.0
-    # Residuals 1, 0, -1; n / (n - 1) = 3 / 2; over the sum of the denominators, 6.
-    assert ratio.standard_error == pytest.approx(math.sqrt(2.0 * 1.5) / 6.0)
-    mean = BlockRatio()
-    for value in (1.0, 2.0, 4.0):
+    # Residuals 1, 0, -1, 0, 0; n / (n - 1) = 5 / 4; over the sum of the denominators, 10.
+    assert ratio.standard_error == pytest.approx(math.sqrt(2.0 * 1.25) / 10.0)
+    mean, values = BlockRatio(), (1.0, 2.0, 4.0, 3.0, 7.0)
+    for value in values:
         mean.add(value)
     # With denominators of 1 it is the standard error of a mean.
-    assert mean.standard_error == pytest.approx(torch.tensor([1.0, 2.0, 4.0]).std() / 3**0.5)
+    assert mean.standard_error == pytest.approx(torch.tensor(values).std() / 5**0.5)
 
 
 def test_audit_time_is_apart_from_every_other() -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from acceptmoe.models.counters import RoutedLayer
 
+MIN_ERROR_BLOCKS = 5  # of fewer a standard error says nothing: equal ones would look certain
+
 
 @dataclass(frozen=True)
 class DepthAudit:
@@ -61,7 +63,7 @@ class AuditReport:
     block, each weighted by its commitment probability: what the policy does to the tree, not to
     the text, and usually more, for drafts that fail are odd text. `excluded_mass` is defined as in
     the routing counters and averaged over the audited blocks. An `_se` is a standard error that
-    takes blocks, not tokens, for independent; None stands for too few blocks.
+    takes blocks, not tokens, for independent; None stands for fewer than `MIN_ERROR_BLOCKS`.
     """
 
     num_blocks: int
@@ -131,7 +133,7 @@ class BlockRatio:
     def standard_error(self) -> float | None:
         """By linearisation of a ratio of sums (Cochran, Sampling Techniques, 6.3)."""
         ratio = self.value
-        if ratio is None or self.num_blocks < 2:
+        if ratio is None or self.num_blocks < MIN_ERROR_BLOCKS:
             return None
         residuals = (
             self._squares - 2 * ratio * self._products + ratio**2 * self._denominator_squares

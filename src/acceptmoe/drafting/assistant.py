@@ -167,12 +167,10 @@ class AssistantDrafter:
         num_rows = 1
         sees = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)  # [F, S] drafted rows
         for _ in range(1, max_depth):
-            width = min(self.frontier, self._num_worth_expanding(all_scores, num_nodes))
+            width = self._num_worth_expanding(all_scores, num_nodes)
             if width == 0:
                 break
             row_scores, chosen = scores.flatten().topk(width)
-            if row_scores.exp().sum() < self.min_reach:
-                break
             row_tokens = tokens.flatten()[chosen]
             expanded.append(chosen + level_starts[-1] * num_children)
             level_starts.append(num_rows)
@@ -194,21 +192,24 @@ class AssistantDrafter:
         return self._best_tree(num_nodes, num_children, token_list, probabilities, row_candidates)
 
     def _num_worth_expanding(self, all_scores: list[Tensor], num_nodes: int) -> int:
-        """How many of the last level's candidates can still get a child into the tree.
+        """How many of the last level's candidates become rows; 0 ends the draft.
 
         Beside the root the tree has `num_nodes` - 1 places and no child beats its parent, so a
-        candidate needs a rank of at most `num_nodes` - 2 among all of them, and `min_probability`.
-        The host reads this number, which costs far less than the forward passes it saves when the
-        assistant is unsure.
+        candidate needs a rank of at most `num_nodes` - 2 among all of them, and `min_probability`;
+        the best `frontier` of these are run if they come to `min_reach`. The host reads this one
+        number, which costs far less than the passes it saves when the assistant is unsure.
         """
         scores = torch.cat([level.flatten() for level in all_scores])
         rank = min(num_nodes - 2, scores.numel())
         if rank == 0:
             return 0
-        is_worth = all_scores[-1] >= scores.topk(rank).values[-1]
+        least = scores.topk(rank).values[-1]
         if self.min_probability > 0:
-            is_worth &= all_scores[-1] >= math.log(self.min_probability)
-        return int(is_worth.sum())
+            least = least.clamp_min(math.log(self.min_probability))
+        best = all_scores[-1].flatten().topk(min(self.frontier, all_scores[-1].numel())).values
+        is_worth = best >= least
+        is_reached = (best.exp() * is_worth).sum() >= self.min_reach
+        return int(is_worth.sum() * is_reached)
 
     def _best_tree(
         self,

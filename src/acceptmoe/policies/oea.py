@@ -9,7 +9,7 @@ import torch
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies.policy import RoutingPolicy
 from acceptmoe.policies.ranking import best_of, check_count
-from acceptmoe.selection import RoutedBlock, Selection, routed_mask
+from acceptmoe.selection import RoutedBlock, Selection, best_of_rows
 
 
 class OEAPolicy(RoutingPolicy):
@@ -35,10 +35,7 @@ class OEAPolicy(RoutingPolicy):
     def select(self, block: RoutedBlock) -> Selection:
         experts_per_row = block.natural_ids.shape[1]
         is_real = block.rows.is_real
-        ranked = block.choice.gather(1, block.natural_ids)
-        places = ranked.topk(min(self.top, experts_per_row), dim=1).indices
-        best = routed_mask(block.natural_ids.gather(1, places), is_real, block.num_experts)
-        union = best.any(dim=0)
+        union = best_of_rows(block, self.top)
         score = (block.gates * is_real[:, None]).sum(dim=0)
         return Selection(union | best_of(torch.where(union, torch.inf, score), experts_per_row))
 

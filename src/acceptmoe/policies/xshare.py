@@ -8,7 +8,7 @@ import torch
 
 from acceptmoe.policies.policy import RoutingPolicy
 from acceptmoe.policies.ranking import best_of, check_count, check_set_size
-from acceptmoe.selection import RoutedBlock, Selection, routed_mask
+from acceptmoe.selection import RoutedBlock, Selection, best_of_rows
 
 
 class XSharePolicy(RoutingPolicy):
@@ -28,10 +28,7 @@ class XSharePolicy(RoutingPolicy):
 
     def select(self, block: RoutedBlock) -> Selection:
         is_real = block.rows.is_real
-        # The router's ids need not be sorted (DeepSeek-V3), so the best one is looked up.
-        ranked = block.choice.gather(1, block.natural_ids)
-        top1 = block.natural_ids.gather(1, ranked.argmax(dim=1, keepdim=True))
-        first = routed_mask(top1, is_real, block.num_experts).any(dim=0)
+        first = best_of_rows(block, 1)
         score = (block.gates * is_real[:, None]).sum(dim=0)
         size = max(self.size, block.natural_ids.shape[1])
         return Selection(first | best_of(torch.where(first, torch.inf, score), size))
