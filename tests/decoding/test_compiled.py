@@ -17,11 +17,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 import acceptmoe
-from acceptmoe.decoding.backend import PassBackend
 from acceptmoe.decoding.compiled import MIN_SLOTS, CompiledPasses
 from acceptmoe.decoding.verify import Prefix, Verifier
 from acceptmoe.errors import InvalidArgumentError, UnsupportedGenerateError
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.backend import PassBackend
 from acceptmoe.models.features import FeatureTap
 from acceptmoe.models.kv import find_cache_keyword, keep_path, make_cache
 from acceptmoe.models.patching import RoutingPatch, route_padding

@@ -9,9 +9,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import acceptmoe
-from acceptmoe.decoding.backend import PassBackend
 from acceptmoe.decoding.compiled import CompiledPasses
 from acceptmoe.decoding.verify import Prefix, Verifier
+from acceptmoe.models.backend import PassBackend
 from acceptmoe.models.kv import make_cache
 from acceptmoe.tree import DraftTree
 from drafters import OracleDrafter

@@ -248,7 +248,9 @@ def test_what_will_not_be_verified_is_not_expanded(
     above = above_floor(whole, min_probability)
     assert_same_tree(above_floor(tree, min_probability), paths(above))
     if min_probability == 1.0:
-        assert drafter._num_cached + 1 >= drafter._cache.get_seq_length()  # no level was run
+        assert (
+            drafter._num_cached + 1 >= drafter._forward.cache.get_seq_length()
+        )  # no level was run
 
 
 def test_a_level_that_the_output_hardly_reaches_is_not_run(small_llama: PreTrainedModel) -> None:
@@ -317,13 +319,15 @@ def test_cache_never_outgrows_the_text_and_one_tree(small_llama: PreTrainedModel
     num_tokens = 10
     for step in range(6):
         tree = drafter.propose(16, 3)
-        assert drafter._cache.get_seq_length() <= num_tokens + 2 * 4  # two levels of four rows
+        assert (
+            drafter._forward.cache.get_seq_length() <= num_tokens + 2 * 4
+        )  # two levels of four rows
         committed = [*tree.tokens[1 : 1 + step % 2], 5]
         drafter.extend(committed, None)
         num_tokens += len(committed)
-        assert drafter._cache.get_seq_length() < num_tokens
-        for layer in drafter._cache.layers:
-            assert layer.keys.shape[-2] == drafter._cache.get_seq_length()
+        assert drafter._forward.cache.get_seq_length() < num_tokens
+        for layer in drafter._forward.cache.layers:
+            assert layer.keys.shape[-2] == drafter._forward.cache.get_seq_length()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

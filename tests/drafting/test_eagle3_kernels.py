@@ -12,6 +12,7 @@ from transformers import Qwen3MoeForCausalLM
 import acceptmoe
 from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.drafting.eagle3_checkpoint import save_head
+from acceptmoe.models.dense import own_product
 from acceptmoe.ops import cpu_library
 
 BOUNDARIES = (2, 4, 5)
@@ -44,7 +45,7 @@ def uses_kernels(folder: Path, dtype: torch.dtype, experts: str | None) -> bool:
 
 def uses_kernels_in_a_text(model: Qwen3MoeForCausalLM, drafter: Eagle3Drafter) -> bool:
     with model.acceptmoe.drafting(model, "the test"):
-        return drafter.head.uses_compiled_kernels
+        return drafter.head.product is own_product
 
 
 def test_low_precision_uses_them_when_asked(folder: Path) -> None:
@@ -71,7 +72,7 @@ def test_trees_have_the_same_probabilities_within_rounding(folder: Path) -> None
     trees = []
     for is_wanted in (False, True):
         drafter = Eagle3Drafter.from_pretrained(folder, target)
-        drafter.use_compiled_kernels(is_wanted)
+        drafter.use_kernels(is_wanted=is_wanted)
         drafter.start(prompt, 3, features)
         # The root's children: further down, near-ties of a random head may fall either way.
         trees.append(drafter.propose(9, 1))

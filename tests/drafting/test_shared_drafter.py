@@ -19,6 +19,7 @@ from acceptmoe.calibrate import calibrate
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter, NgramDrafter
 from acceptmoe.drafting.eagle3_head import Eagle3Head
 from acceptmoe.errors import WrapStateError
+from acceptmoe.models.dense import own_product
 from tiny_models import VOCAB_SIZE, make_model
 
 NUM_TOKENS = 24
@@ -121,7 +122,7 @@ def test_a_head_uses_our_kernels_for_the_model_that_asked_for_them(monkeypatch) 
     }
     for experts in ("acceptmoe", None, "acceptmoe"):
         generate(models[experts])
-        assert drafter.head.uses_compiled_kernels == (experts is not None)
+        assert (drafter.head.product is own_product) == (experts is not None)
 
 
 def test_a_head_follows_the_dtype_of_the_model_that_it_drafts_for() -> None:

@@ -13,10 +13,14 @@ def chain_drafter(drafter: Drafter) -> Drafter:
     """A drafter of the same name and weights that proposes one path only."""
     if isinstance(drafter, AssistantDrafter):
         return AssistantDrafter(
-            drafter.model, num_children=1, frontier=1, min_reach=drafter.min_reach
+            drafter.model,
+            num_children=1,
+            frontier=1,
+            min_reach=drafter.min_reach,
+            weights=drafter.weights,
         )
     if isinstance(drafter, Eagle3Drafter):
-        return Eagle3Drafter(drafter.head, topk=1)
+        return Eagle3Drafter(drafter.head, topk=1, weights=drafter.weights)
     return LikeliestPath(drafter)
 
 

@@ -49,11 +49,13 @@ def load_setup(
     dtype: torch.dtype = torch.float32,
     factor: int = 1,
     table: str | None = None,
+    draft_weights: str | None = None,
 ) -> Setup:
     """A bundled target, its drafter by name and their table, all features repeated `factor` times.
 
     The table is the shipped one of the two, or the file or shipped name in `table`: widening
-    changes no path probability beyond rounding, so one table serves every width.
+    changes no path probability beyond rounding, so one table serves every width, and drafts in 8
+    bits (`draft_weights="int8"`) too.
 
     Raises `TargetError`, `InvalidArgumentError`, `DrafterError` and `TableError` for what is
     unknown or missing.
@@ -68,23 +70,29 @@ def load_setup(
         target,
         model,
         tokenizer,
-        load_bundled_drafter(drafter, target, dtype, factor),
+        load_bundled_drafter(drafter, target, dtype, factor, draft_weights),
         CommitmentTable.load(table or f"{target}__{drafter}"),
     )
 
 
-def load_bundled_drafter(name: str, target: str, dtype: torch.dtype, factor: int) -> Drafter:
-    """The drafter `name` of a bundled target, as wide as the target."""
+def load_bundled_drafter(
+    name: str, target: str, dtype: torch.dtype, factor: int, weights: str | None = None
+) -> Drafter:
+    """The drafter `name` of a bundled target, as wide as the target; see `draft_weights`."""
     if name == "ngram":
         return NgramDrafter()
     if name == "assistant":
         model = load_assistant(target, dtype)
-        return AssistantDrafter(model if factor == 1 else widen(model, factor, factor))
+        if factor > 1:
+            model = widen(model, factor, factor)
+        return AssistantDrafter(model, weights=weights)
     folder = eagle3_folder(target)
-    return Eagle3Drafter.from_pretrained(folder) if factor == 1 else _widened_head(folder, factor)
+    if factor == 1:
+        return Eagle3Drafter.from_pretrained(folder, weights=weights)
+    return _widened_head(folder, factor, weights)
 
 
-def _widened_head(folder: Path, factor: int) -> Eagle3Drafter:
+def _widened_head(folder: Path, factor: int, weights: str | None) -> Eagle3Drafter:
     tensors, config = widen_eagle3_head(
         load_file(folder / "model.safetensors"),
         json.loads((folder / "config.json").read_text(encoding="utf-8")),
@@ -94,7 +102,7 @@ def _widened_head(folder: Path, factor: int) -> Eagle3Drafter:
     with TemporaryDirectory(prefix="acceptmoe-head-") as place:
         save_file(tensors, Path(place, "model.safetensors"))
         Path(place, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return Eagle3Drafter.from_pretrained(place)
+        return Eagle3Drafter.from_pretrained(place, weights=weights)
 
 
 def num_experts(target: str) -> int:

@@ -34,6 +34,7 @@ from acceptmoe.bench.workloads import (
     mixed_problems,
 )
 from acceptmoe.drafting import AssistantDrafter
+from acceptmoe.drafting.draft_weights import check_draft_weights
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
 from acceptmoe.targets import load_assistant
 from acceptmoe.targets.widen import MAX_FACTOR, widen
@@ -60,6 +61,7 @@ class SpeedSettings:
     policies: tuple[str, ...] | None = None  # None: those of `speed_policies`
     trees: tuple[Tree, ...] = TREES
     drafter: str = "assistant"
+    draft_weights: str | None = None
     table: str | None = None
     factor: int = 16  # hidden 128 becomes 2048
     dtype: str = "bfloat16"
@@ -98,6 +100,7 @@ class SpeedSettings:
         if self.factor > MAX_FACTOR:
             raise InvalidArgumentError(f"factor is {self.factor}; it must be {MAX_FACTOR} or less")
         check_policies(self.policies or (), self.targets)
+        check_draft_weights(self.draft_weights)
 
     def policies_of(self, target: str) -> tuple[str, ...]:
         """Natural is always among them: it is what the others are compared with."""
@@ -234,7 +237,14 @@ class TargetRun:
 def load_widened(settings: SpeedSettings, target: str) -> tuple[Setup, PreTrainedModel]:
     """The widened target and its assistant, which may be its drafter as well."""
     dtype, factor = DTYPES[settings.dtype], settings.factor
-    setup = load_setup(target, settings.drafter, dtype=dtype, factor=factor, table=settings.table)
+    setup = load_setup(
+        target,
+        settings.drafter,
+        dtype=dtype,
+        factor=factor,
+        table=settings.table,
+        draft_weights=settings.draft_weights,
+    )
     if isinstance(setup.drafter, AssistantDrafter):
         return setup, setup.drafter.model
     assistant = load_assistant(target, dtype)

@@ -48,6 +48,7 @@ class SpeedArms:
     options: dict[str, Any]
     generate_settings: dict[str, Any]
     _models: dict[ArmName, PreTrainedModel] = field(default_factory=dict)
+    _chain_drafter: Drafter | None = None
 
     def decode(self, name: ArmName, prompt: Tensor, **changes: Any) -> Record:
         """What `name` did with one prompt [1, P]; `changes` are settings of `generate`."""
@@ -98,7 +99,11 @@ class SpeedArms:
         return self._models[name]
 
     def _drafter(self, tree: Tree) -> Drafter:
-        return chain_drafter(self.setup.drafter) if tree.is_chain else self.setup.drafter
+        if not tree.is_chain:
+            return self.setup.drafter
+        if self._chain_drafter is None:
+            self._chain_drafter = chain_drafter(self.setup.drafter)
+        return self._chain_drafter
 
 
 def record_of(name: ArmName, text: TimedText, report: dict[str, Any]) -> Record:

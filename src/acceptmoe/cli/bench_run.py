@@ -23,6 +23,7 @@ from acceptmoe.cli.console import print_json, print_remark, progress_bar, report
 from acceptmoe.cli.folders import make_folder
 from acceptmoe.cli.loading import bundled_targets
 from acceptmoe.cli.options import AsJson, MaxDepth, MaxNewTokens, NumNodes, Seed
+from acceptmoe.drafting.draft_weights import DRAFT_WEIGHTS
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.targets.tasks import MAX_NEW_TOKENS, TASKS
 from acceptmoe.targets.widen import MAX_FACTOR
@@ -62,6 +63,15 @@ Table = Annotated[
         "--table",
         help="A commitment table: a file, or a shipped table's name. Default: the shipped one for "
         "each target and the drafter.",
+        show_default=False,
+    ),
+]
+DraftWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-weights",
+        help=f"{', '.join(DRAFT_WEIGHTS)}: the drafter's weights rounded to that. Default: its own "
+        "precision.",
         show_default=False,
     ),
 ]
@@ -189,6 +199,7 @@ def speed(
         ),
     ] = None,
     drafter: BundledDrafter = "assistant",
+    draft_weights: DraftWeights = None,
     table: Table = None,
     widen: Annotated[
         int,
@@ -218,6 +229,7 @@ def speed(
         policies=None if policy is None else tuple(policy),
         trees=tuple(map(as_tree, tree)) if tree else TREES,
         drafter=drafter,
+        draft_weights=draft_weights,
         table=table,
         factor=widen,
         dtype=dtype,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from acceptmoe.decoding.backend import Compiled, PassBackend, check_backend
 from acceptmoe.decoding.buffers import BlockBuffers, BlockInputs
 from acceptmoe.decoding.cuda_graphs import CudaGraphs, Graph, GraphCapture
 from acceptmoe.decoding.forward import BlockForward, BlockOutput, PassKind
@@ -27,6 +26,7 @@ from acceptmoe.decoding.graph_shapes import load_graph_shapes, sizes_for
 from acceptmoe.decoding.verify import Prefix
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.backend import Compiled, PassBackend, check_backend, model_state
 from acceptmoe.models.block_cache import BlockCache
 from acceptmoe.models.counters import RoutedLayer
 from acceptmoe.ops.linear import is_faster_than_stock
@@ -337,31 +337,6 @@ class CompiledPasses:
         )
         for key in [key for key in self._forwards if key.num_slots == num_slots]:
             del self._forwards[key]
-
-
-def model_state(model: PreTrainedModel) -> object:
-    """Equal for two moments between which nothing that a captured pass reads has moved.
-
-    Addresses of parameters and buffers, hooks, modes and implementations; not the values, which a
-    pass reads anew.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    modules = [
-        (
-            type(module),
-            vars(module).get("forward"),
-            module.training,
-            tuple(module._forward_hooks),
-            tuple(module._forward_pre_hooks),
-        )
-        for module in model.modules()
-    ]
-    return (
-        [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors],
-        modules,
-        model.config._attn_implementation,
-        model.config._experts_implementation,
-    )
 
 
 def make_compiled_passes(

@@ -130,8 +130,12 @@ class Session:
         """
         with turns_of(self.drafter).taken(what):
             self.drafter.check_target(model)
-            if isinstance(self.drafter, (AssistantDrafter, Eagle3Drafter)):
-                self.drafter.use_compiled_kernels(self.experts_patch is not None)
+            is_wanted = self.experts_patch is not None
+            if isinstance(self.drafter, AssistantDrafter):
+                backend = None if self.compiled is None else self.compiled.backend.name
+                self.drafter.use_kernels(is_wanted=is_wanted, backend=backend)
+            elif isinstance(self.drafter, Eagle3Drafter):
+                self.drafter.use_kernels(is_wanted=is_wanted)
             yield
 
     def begin_text(self) -> Steering:
@@ -179,6 +183,7 @@ class Session:
             "policy": self.policy.name,
             "policy_params": self.policy.params(),
             "drafter": self.drafter.name,
+            "draft_weights": getattr(self.drafter, "weights", None),
             "num_nodes": self.num_nodes,
             "max_depth": self.max_depth,
             "num_experts": self.adapter.num_experts,
@@ -186,10 +191,16 @@ class Session:
             "num_sparse_layers": len(self.adapter.layers),
             **self.statistics.read(),
             **routing,
-            "compiled": None if self.compiled is None else self.compiled.report(),
+            "compiled": self._report_compiled(),
             "audit": self.auditor.report(),
             **guard_report(None if self._steering is None else self._steering.gate, self.history),
         }
+
+    def _report_compiled(self) -> dict[str, Any] | None:
+        if self.compiled is None:
+            return None
+        of_drafts = getattr(self.drafter, "num_compilations", 0)
+        return {**self.compiled.report(), "num_draft_compilations": of_drafts}
 
     def __repr__(self) -> str:
         return (

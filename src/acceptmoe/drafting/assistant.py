@@ -9,27 +9,34 @@ r * M to r * M + M - 1, so the parent of a candidate is a division away and need
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from acceptmoe.drafting.assistant_forward import (
+    FULL,
+    SLIDING,
+    AssistantForward,
+    layer_types,
+    text_config,
+)
+from acceptmoe.drafting.compiled_assistant import CompiledAssistantForward, is_compilable
+from acceptmoe.drafting.draft_weights import check_draft_device, check_draft_weights
 from acceptmoe.errors import DrafterError, InvalidArgumentError
-from acceptmoe.models.dense import LinearsMode, linears_for
-from acceptmoe.models.kv import find_cache_keyword, keep_path
+from acceptmoe.models.backend import PassBackend
+from acceptmoe.models.dense import linears_for
+from acceptmoe.models.kv import find_cache_keyword
+from acceptmoe.models.rounded import rounded_copy
+from acceptmoe.ops.linear import is_faster_than_stock
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
 # A level of an assistant takes about as long as a third to a half of a token's whole share.
 DEFAULT_REACH = 0.4
 MAX_WIDTH = 1024  # far above any useful frontier; an absurd number is a caller's slip
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")  # those that take an additive 4-D mask
-FULL, SLIDING = "full_attention", "sliding_attention"  # layer types, as configs name them
 
 
 class AssistantDrafter:
@@ -43,6 +50,8 @@ class AssistantDrafter:
     A pass costs time and gains at most one token, so a level is run only if its nodes have a path
     probability of `min_reach` or more together: that is how often the output comes by one of them.
     0 drafts to the full depth.
+
+    `weights="int8"` drafts with weights rounded to 8 bits, on a CPU; see `draft_weights`.
 
     `model` is a decoder-only transformers model with the target's tokenizer, dense or sparse, the
     target itself included, in evaluation mode. Its device and dtype may differ from the target's,
@@ -61,22 +70,30 @@ class AssistantDrafter:
         num_children: int = 8,
         frontier: int = 8,
         min_reach: float = DEFAULT_REACH,
+        weights: str | None = None,
     ) -> None:
         _check_width("num_children", num_children)
         _check_width("frontier", frontier)
         _check_reach(min_reach)
+        check_draft_weights(weights)
         check_assistant(model)
         self.model = model
         self.num_children = num_children
         self.frontier = frontier
         self.min_reach = float(min_reach)
         self.min_probability = 0.0  # see `Drafter`
-        self._forward = _AssistantForward(model)
-        self._forget([])
+        self.weights = weights
+        check_draft_device(weights, model.device)
+        self._computed = model if weights is None else rounded_copy(model)
+        self._forwards: dict[tuple[str | None, bool], AssistantForward] = {}
+        # (parent row, token) of the drafted rows; None without a draft since the last commitment.
+        self._row_of: dict[tuple[int, int], int] | None = None
+        self.use_kernels(is_wanted=False)
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Raise `DrafterError` unless the assistant can draft for `model`."""
         check_assistant(self.model)  # it may have been put into training mode since
+        check_draft_device(self.weights, self.model.device)
         ours, theirs = _vocab_size(self.model), _vocab_size(model)
         if ours != theirs:
             raise DrafterError(
@@ -85,15 +102,43 @@ class AssistantDrafter:
                 "same vocab_size, padding included; choose an assistant of the target's family"
             )
 
-    def use_compiled_kernels(self, is_wanted: bool) -> None:
-        """Multiply by `acceptmoe::linear` where it is the faster way, if `is_wanted`.
+    def use_kernels(self, *, is_wanted: bool, backend: str | None = None) -> None:
+        """How the model is called from the next text on, as `wrap` was asked to; forgets the text.
 
-        It is where a CPU's own products in the assistant's dtype are slow (see
-        `is_faster_than_stock`). In float32 they stay torch's, bit for bit. Calls of the model by
-        others never change.
+        `is_wanted`: multiply by `acceptmoe::linear` where it is the faster way, that is where a
+        CPU's own products in the assistant's dtype are slow (see `is_faster_than_stock`). In
+        float32 they stay torch's, bit for bit. With weights of 8 bits nothing changes.
+
+        `backend`: compile the forward of a level with that backend of `torch.compile`, for a dense
+        assistant on a CPU. It compiles once for each capacity of its cache, half a minute on two
+        cores. Calls of the model by others never change.
         """
         weight = self.model.get_output_embeddings().weight
-        self._forward.linears = linears_for(weight, is_wanted=is_wanted)
+        is_own = is_wanted and self.weights is None and is_faster_than_stock(weight)
+        if backend is not None and not is_compilable(self._computed):
+            backend = None
+        if (backend, is_own) not in self._forwards:
+            self._forwards[backend, is_own] = self._make_forward(backend, weight, is_own)
+        self._forward = self._forwards[backend, is_own]
+        self._forget([])
+
+    @property
+    def num_compilations(self) -> int:
+        """Graphs that were compiled for drafting, by all that `use_kernels` has chosen."""
+        forwards = self._forwards.values()
+        compiled = [each for each in forwards if isinstance(each, CompiledAssistantForward)]
+        return sum(forward.backend.num_graphs for forward in compiled)
+
+    def _make_forward(self, backend: str | None, weight: Tensor, is_own: bool) -> AssistantForward:
+        if backend is None:
+            forward = AssistantForward(self._computed)
+        else:
+            linear = torch.ops.acceptmoe.linear.default if is_own else None
+            forward = CompiledAssistantForward(
+                self._computed, self.frontier, PassBackend(backend, linear)
+            )
+        forward.linears = linears_for(weight, is_wanted=is_own)
+        return forward
 
     def start(self, prompt: Tensor, first_token: int, features: Tensor | None) -> None:
         """Forget everything and begin with `prompt` ([P] int64) followed by `first_token`.
@@ -122,42 +167,37 @@ class AssistantDrafter:
             )
         if num_nodes <= 1 or max_depth <= 0:
             return DraftTree.root_only(self._text[-1])
-        with torch.inference_mode():
-            self._drop_drafted()
+        # Compiled forwards write to tensors that were made outside inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self._forward.drop_drafted(self._num_cached)
+            self._row_of = None  # as long as the draft is not whole
             return self._grow(num_nodes, max_depth)
 
     def _forget(self, text: list[int]) -> None:
         self._text = text
-        # Without a config every layer keeps all tokens, also where the model's attention has a
-        # window: a sliding layer would let rejected drafts push context out.
-        self._cache = DynamicCache()
+        self._forward.forget()
         self._num_cached = 0  # so many tokens of the text have their keys and values in the cache
-        self._row_of: dict[tuple[int, int], int] = {}  # (parent row, token) of the drafted rows
+        self._row_of = None
 
     def _keep_drafted(self, tokens: list[int]) -> None:
         """Keep the cache entries of the root and of the drafted path that `tokens` follow."""
+        if self._row_of is None:
+            return
         rows = [0]
         for token in tokens:
             row = self._row_of.get((rows[-1], token))
             if row is None:
                 break
             rows.append(row)
-        self._drop_drafted(rows)
-
-    def _drop_drafted(self, kept_rows: Sequence[int] = ()) -> None:
-        """Drop the cache entries of all drafted rows, the root's included, except `kept_rows`."""
-        if self._cache.get_seq_length() == self._num_cached:
-            return  # no proposal since the last commitment, so no rows either
-        with torch.inference_mode():
-            # Rows took their slots in order, the root's first, right behind the committed text.
-            keep_path(self._cache, self._num_cached, kept_rows)
-        self._num_cached += len(kept_rows)
-        self._row_of = {}
+        self._row_of = None
+        with torch.inference_mode(False), torch.no_grad():
+            self._forward.keep(self._num_cached, rows)
+        self._num_cached += len(rows)
 
     def _grow(self, num_nodes: int, max_depth: int) -> DraftTree:
         """Expand level by level; candidates stay on the assistant's device until the end."""
         forward, text = self._forward, self._text
-        logits = forward.read(text[self._num_cached :], self._num_cached, self._cache)
+        logits = forward.read(text[self._num_cached :], self._num_cached)
         self._num_cached = len(text) - 1
         num_children = min(self.num_children, num_nodes - 1, logits.shape[-1])
         tokens, scores = _likeliest_children(logits, logits.new_zeros(1), num_children)
@@ -177,7 +217,7 @@ class AssistantDrafter:
             num_rows += width
             itself = torch.eye(width, dtype=torch.bool, device=logits.device)
             sees = torch.cat([sees[chosen // num_children], itself], dim=1)
-            logits = forward.expand(row_tokens, sees, len(text), level_starts, self._cache)
+            logits = forward.expand(row_tokens, sees, len(text), level_starts)
             tokens, scores = _likeliest_children(logits, row_scores, num_children)
             all_tokens.append(tokens)
             all_scores.append(scores)
@@ -240,93 +280,10 @@ class AssistantDrafter:
 def _likeliest_children(logits: Tensor, scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Tokens and log path probabilities, both [F, num], below rows with log probability `scores`.
 
-    `logits` is [F, V] fp32. The log-sum-exp is never below the largest logit, so no child comes out
-    likelier than its parent.
+    `logits` is [F, V] fp32. No child comes out likelier than its parent.
     """
-    top_logits, tokens = logits.topk(num)
-    return tokens, scores[:, None] + (top_logits - logits.logsumexp(-1, keepdim=True))
-
-
-class _AssistantForward:
-    """Calls the model, with the keywords of its version and the masks of its attention layers."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        parameters = inspect.signature(type(model).forward).parameters
-        self._model = model
-        self.linears: LinearsMode = nullcontext
-        self._cache_keyword = find_cache_keyword(model) or "past_key_values"
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._window = _attention_window(model)
-        self._layer_types = _layer_types(model)
-        # Embeddings that accelerate keeps off the device are fetched by its hooks, from any device.
-        device = model.get_input_embeddings().weight.device
-        self._device = torch.device("cpu") if device.type == "meta" else device
-
-    def read(self, tokens: list[int], num_cached: int, cache: DynamicCache) -> Tensor:
-        """[1, V] fp32: the logits after a chain of committed tokens that follow the cached ones."""
-        token_ids = torch.tensor([tokens], device=self._device)
-        positions = torch.arange(num_cached, num_cached + len(tokens), device=self._device)
-        # The model's own masks are right for a chain, and cheap for a long prompt.
-        return self._logits(token_ids, positions[None], None, cache, **self._last_only)[-1:]
-
-    def expand(
-        self,
-        tokens: Tensor,
-        sees: Tensor,
-        num_committed: int,
-        level_starts: list[int],
-        cache: DynamicCache,
-    ) -> Tensor:
-        """[F, V] fp32: the logits after the rows of one level, `tokens` [F].
-
-        `sees` [F, S] bool says which drafted rows, from row 1 on, are ancestors of a row or itself;
-        `level_starts` is the first row of every depth down to this one. Row r lies in cache slot
-        `num_committed - 1 + r`, the root in the last committed slot.
-        """
-        root = num_committed - 1
-        position = root + len(level_starts) - 1
-        hidden = torch.finfo(self._model.dtype).min
-        mask = torch.zeros(
-            len(tokens), num_committed + sees.shape[1], dtype=self._model.dtype, device=sees.device
-        )
-        mask[:, num_committed:].masked_fill_(~sees, hidden)
-        masks = {FULL: mask[None, None]}
-        if self._window is not None:
-            # The window counts positions: a level is one position but as many slots as rows.
-            first_visible = max(0, position - self._window + 1)
-            if first_visible > root:
-                first_visible = root + level_starts[first_visible - root]
-            windowed = mask.clone()
-            windowed[:, :first_visible] = hidden
-            masks[SLIDING] = windowed[None, None]
-        positions = torch.full((1, len(tokens)), position, device=self._device)
-        return self._logits(tokens[None], positions, self._mask_argument(masks), cache)
-
-    def _mask_argument(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """What the model's forward takes: one mask, or one for each of its layer types."""
-        if len(self._layer_types) > 1:
-            return {layer_type: masks[layer_type] for layer_type in self._layer_types}
-        return masks[FULL if self._window is None else SLIDING]
-
-    def _logits(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attention_mask: Tensor | dict[str, Tensor] | None,
-        cache: DynamicCache,
-        **keywords: Any,
-    ) -> Tensor:
-        with self.linears():
-            output = self._model(
-                input_ids=token_ids,
-                attention_mask=attention_mask,
-                position_ids=positions,
-                use_cache=True,
-                **{self._cache_keyword: cache},
-                **keywords,
-            )
-        logits: Tensor = output.logits[0]
-        return logits.to(self._device, torch.float32)
+    best, tokens = logits.log_softmax(-1).topk(num)
+    return tokens, scores[:, None] + best
 
 
 def check_assistant(model: PreTrainedModel) -> None:
@@ -375,7 +332,7 @@ def _find_layer_problem(model: PreTrainedModel) -> str | None:
         "chunked or indexed layers"
     )
     # Chunked layers would pass for sliding ones by their cache, but see less.
-    others = sorted(_layer_types(model) - {FULL, SLIDING})
+    others = sorted(layer_types(model) - {FULL, SLIDING})
     if others:
         return f"has {' and '.join(others)} layers{only}"
     windows = set()
@@ -392,29 +349,8 @@ def _find_layer_problem(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _layer_types(model: PreTrainedModel) -> set[str]:
-    """The kinds of attention that the config names; empty when it leaves them to the window."""
-    config = _text_config(model)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None and getattr(config, "attention_chunk_size", None) is not None:
-        layer_types = ["chunked_attention"]
-    return set(layer_types or ())
-
-
-def _attention_window(model: PreTrainedModel) -> int | None:
-    """The window of the sliding layers in tokens, None without such layers."""
-    for layer in DynamicCache(config=model.config).layers:
-        if type(layer) is DynamicSlidingWindowLayer:
-            return int(layer.sliding_window)
-    return None
-
-
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
 def _vocab_size(model: PreTrainedModel) -> int:
-    return int(_text_config(model).vocab_size)
+    return int(text_config(model).vocab_size)
 
 
 def _check_reach(value: float) -> None:

@@ -19,10 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from acceptmoe.drafting.draft_weights import (
+    check_draft_device,
+    check_draft_weights,
+    int8_product,
+)
 from acceptmoe.drafting.eagle3_checkpoint import is_eagle3_checkpoint, load_head
 from acceptmoe.drafting.eagle3_head import BoundaryRule, Eagle3Config, Eagle3Head, rotary_table
 from acceptmoe.drafting.eagle3_layouts import default_boundaries
 from acceptmoe.errors import DrafterError, InvalidArgumentError
+from acceptmoe.models.dense import own_product
 from acceptmoe.ops.linear import is_faster_than_stock
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
@@ -38,7 +44,8 @@ class Eagle3Drafter:
     `topk` is the number of children of each node and of nodes that each level expands.
     `boundaries` overrides the feature layers that the head's config names. The head runs on the
     target's device and in its dtype, unless `dtype` says otherwise; path probabilities are always
-    taken in float32. `check_target` must come before anything is drafted: it binds the target,
+    taken in float32. `weights="int8"` drafts with weights rounded to 8 bits, on a CPU (see
+    `draft_weights`). `check_target` must come before anything is drafted: it binds the target,
     whose embedding (and output matrix, where the head has none) is read in place, never copied.
 
     `boundary_rule` says how the feature layers became known: "override" (by the caller),
@@ -54,6 +61,7 @@ class Eagle3Drafter:
         topk: int = DEFAULT_TOPK,
         boundaries: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
+        weights: str | None = None,
     ) -> None:
         if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
             raise InvalidArgumentError(
@@ -63,7 +71,9 @@ class Eagle3Drafter:
             raise DrafterError(
                 f"boundaries has {len(boundaries)} layers; the head fuses {head.config.num_aux}"
             )
+        check_draft_weights(weights)
         self.head = head
+        self.weights = weights
         self.topk = min(topk, head.config.draft_vocab_size)
         self.boundary_rule: BoundaryRule = (
             head.config.boundary_rule if boundaries is None else "override"
@@ -85,13 +95,14 @@ class Eagle3Drafter:
         topk: int = DEFAULT_TOPK,
         boundaries: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
+        weights: str | None = None,
     ) -> Eagle3Drafter:
         """The drafter of the head in folder `path` (see `load_head`), bound to `model` if given.
 
         Raises `DrafterError` when the files are damaged or the head was made for another target.
         """
         head = load_head(path, boundaries=boundaries)
-        drafter = cls(head, topk=topk, dtype=dtype)
+        drafter = cls(head, topk=topk, dtype=dtype, weights=weights)
         if model is not None:
             drafter.check_target(model)
         return drafter
@@ -119,18 +130,23 @@ class Eagle3Drafter:
             )
         self.feature_boundaries = boundaries
         weight = target.embedding_weight
+        check_draft_device(self.weights, weight.device)
         self.head.to(device=weight.device, dtype=self._dtype or weight.dtype)
         self._target = target
         self._state = None
+        self.use_kernels(is_wanted=False)
 
-    def use_compiled_kernels(self, is_wanted: bool) -> None:
+    def use_kernels(self, *, is_wanted: bool) -> None:
         """Multiply by `acceptmoe::linear` where it is the faster way, if `is_wanted`.
 
         It is where a CPU has no arithmetic for the head's dtype (see `is_faster_than_stock`). In
-        float32 the products stay torch's, bit for bit.
+        float32 the products stay torch's, bit for bit. With weights of 8 bits nothing changes.
         """
-        weight = self.head.fc.weight
-        self.head.uses_compiled_kernels = is_wanted and is_faster_than_stock(weight)
+        is_own = is_wanted and is_faster_than_stock(self.head.fc.weight)
+        if self.weights == "int8":
+            self.head.product = int8_product
+        else:
+            self.head.product = own_product if is_own else F.linear
 
     @torch.inference_mode()
     def start(self, prompt: Tensor, first_token: int, features: Tensor | None) -> None:
@@ -259,7 +275,7 @@ class Eagle3Drafter:
         """The M likeliest next tokens of each row: probabilities float32 and target ids, [R, M]."""
         head = self.head
         weight = self._bound.output_weight if head.lm_head is None else head.lm_head.weight
-        probabilities, ids = head.multiply(normed, weight).float().softmax(-1).topk(self.topk)
+        probabilities, ids = head.product(normed, weight, None).float().softmax(-1).topk(self.topk)
         return probabilities, ids if head.token_ids is None else head.token_ids[ids]
 
     def _embed(self, tokens: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from acceptmoe.errors import DrafterError
-from acceptmoe.ops.linear import linear
+from acceptmoe.models.dense import Product
 
 # The others change their frequencies with the sequence length; cached keys would go stale.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -118,12 +118,11 @@ class Eagle3Head(nn.Module):
     """
 
     token_ids: Tensor | None
-    uses_compiled_kernels = False
-    """Whether products go through `acceptmoe::linear`; see `Eagle3Drafter.use_compiled_kernels`."""
 
     def __init__(self, config: Eagle3Config, token_ids: Tensor | None = None) -> None:
         super().__init__()
         self.config = config
+        self.product: Product = F.linear  # see `Eagle3Drafter.use_kernels`
         size, states = config.hidden_size, config.feature_size
         num_qkv = config.num_heads + 2 * config.num_kv_heads
         self.fc = nn.Linear(states, size, bias=config.fc_bias)
@@ -162,15 +161,8 @@ class Eagle3Head(nn.Module):
     def device(self) -> torch.device:
         return self.fc.weight.device
 
-    def multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., R, inputs] times `weight` [outputs, inputs], transposed: [..., R, outputs]."""
-        if not self.uses_compiled_kernels:
-            return F.linear(rows, weight, bias)
-        product: Tensor = linear(rows.flatten(0, -2), weight, bias)
-        return product.view(*rows.shape[:-1], -1)
-
     def _apply_linear(self, layer: nn.Linear, rows: Tensor) -> Tensor:
-        return self.multiply(rows, layer.weight, layer.bias)
+        return self.product(rows, layer.weight, layer.bias)
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., R, G] target states to [..., R, H] states of the head."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from acceptmoe.decoding.backend import PassBackend
+from acceptmoe.models.backend import PassBackend
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SLOTS = 6, 2, 8, 11
 

@@ -1,4 +1,4 @@
-"""The `torch.compile` backend of verification passes: Inductor, with linear layers of our own.
+"""The `torch.compile` backend of passes and drafts: Inductor, with linear layers of our own.
 
 Stock low-precision products of a few rows run far below what some CPUs could do; there every
 `F.linear` of the pass becomes `acceptmoe::linear`. This rewrite, and the one of attention in
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import list_backends, lookup_backend
+from transformers import PreTrainedModel
 
-from acceptmoe.decoding.grouped_attention import fold_query_heads
 from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.models.grouped_attention import fold_query_heads
 from acceptmoe.ops.linear import suits_linear
 
 MAX_LINEAR_ROWS = 64
@@ -141,3 +142,28 @@ def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
     """Input, weight and bias of an `F.linear` call."""
     named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
     return named["input"], named["weight"], named.get("bias")
+
+
+def model_state(model: PreTrainedModel) -> object:
+    """Equal for two moments between which nothing that a captured pass reads has moved.
+
+    Addresses of parameters and buffers, hooks, modes and implementations; not the values, which a
+    pass reads anew.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    modules = [
+        (
+            type(module),
+            vars(module).get("forward"),
+            module.training,
+            tuple(module._forward_hooks),
+            tuple(module._forward_pre_hooks),
+        )
+        for module in model.modules()
+    ]
+    return (
+        [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors],
+        modules,
+        model.config._attn_implementation,
+        model.config._experts_implementation,
+    )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acceptmoe.decoding.backend import PassBackend, check_backend
 from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.models.backend import PassBackend, check_backend
 
 
 class Block(nn.Module):

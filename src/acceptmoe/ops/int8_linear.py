@@ -1,0 +1,166 @@
+"""`acceptmoe::int8_linear`: a dense layer for few rows whose weight was rounded to 8 bits.
+
+Axes: T rows, H inputs, N outputs, B blocks of `BLOCK_OUTPUTS` outputs, G groups of `GROUP` inputs.
+
+A draft may be wrong without harm: what it says is verified. So a drafter's weights can be rounded
+to half of bfloat16's bytes, which is what drafting at batch one waits for. Weights and activations
+are whole numbers from -127 to 127 times a scale for each group of inputs (of an output, of a row),
+symmetric, rounded to nearest; activations are rounded anew in each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from acceptmoe.errors import InvalidArgumentError
+from acceptmoe.ops import cpu_library
+from acceptmoe.ops.cpu_library import DTYPES, pointer
+
+BLOCK_OUTPUTS = 64  # `kOutputs` in cpu/int8_linear.cpp
+GROUP = 128  # `kGroup` there
+LARGEST = 127
+ZERO = 128  # bytes have no sign: a weight lies as its whole number plus this
+QUAD = 4  # inputs that lie side by side
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight [N, H] as whole numbers and scales, in the order in which the kernel reads them.
+
+    `values` is uint8 [B, H / 4, 64, 4], input and output padded with zeros, `scales` fp32
+    [B, G, 64]; `shape` is (N, H).
+    """
+
+    values: Tensor
+    scales: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight:
+        """`weight` [N, H], floating point on a CPU, rounded.
+
+        Raises `InvalidArgumentError` for another shape or place, or weights that are not finite.
+        """
+        if weight.dim() != 2 or not weight.is_floating_point() or weight.device.type != "cpu":
+            raise InvalidArgumentError(
+                f"the weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}; only a "
+                "floating-point [N, H] on a CPU can be rounded to 8 bits"
+            )
+        if not weight.isfinite().all():
+            raise InvalidArgumentError(
+                "the weight has entries that are not finite and cannot be rounded to 8 bits; check "
+                "the checkpoint"
+            )
+        num_outputs, num_inputs = weight.shape
+        padded = F.pad(weight.float(), (0, -num_inputs % GROUP, 0, -num_outputs % BLOCK_OUTPUTS))
+        groups = padded.view(len(padded), -1, GROUP)
+        scales = groups.abs().amax(-1) / LARGEST
+        whole = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round_()
+        values = (whole.flatten(1)[:, : num_inputs + -num_inputs % QUAD] + ZERO).to(torch.uint8)
+        return cls(
+            values.view(-1, BLOCK_OUTPUTS, values.shape[1] // QUAD, QUAD)
+            .transpose(1, 2)
+            .contiguous(),
+            scales.view(-1, BLOCK_OUTPUTS, scales.shape[1]).transpose(1, 2).contiguous(),
+            (num_outputs, num_inputs),
+        )
+
+    def dequantize(self) -> Tensor:
+        """[N, H] fp32: the weight that products are taken with."""
+        num_outputs, num_inputs = self.shape
+        whole = self.values.transpose(1, 2).flatten(2).flatten(0, 1).float() - ZERO
+        scales = self.scales.transpose(1, 2).flatten(0, 1).repeat_interleave(GROUP, dim=1)
+        return (whole * scales[:, : whole.shape[1]])[:num_outputs, :num_inputs]
+
+
+class _Int8Linear(ctypes.Structure):  # `Int8LinearArguments` in cpu/int8_linear.cpp, in that order
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "weight", "scales", "bias", "output")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "depth", "num_outputs")),
+        *((name, ctypes.c_int64) for name in ("input_dtype", "num_threads")),
+    )
+
+
+@torch.library.custom_op("acceptmoe::int8_linear", mutates_args=(), device_types="cpu")
+def int8_linear(
+    input: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int
+) -> Tensor:
+    """`input @ weight.T + bias`, [T, N] in the input's dtype, both factors rounded to 8 bits.
+
+    Args:
+        input: [T, H] in fp32, bfloat16 or fp16.
+        values: uint8 [B, H / 4, 64, 4], see `Int8Weight`.
+        scales: fp32 [B, G, 64].
+        bias: fp32 [N], or None.
+        num_outputs: N.
+
+    A group of a row that is not finite makes the row's outputs NaN. A row's result does not depend
+    on the other rows, nor on the number of threads, bit for bit. There is no backward pass.
+
+    Raises `InvalidArgumentError` for shapes and dtypes that are not these, and `KernelBuildError`
+    when the kernels cannot be compiled.
+    """
+    _check(input, values, scales, bias, num_outputs)
+    rows = input.contiguous()
+    output = torch.empty(rows.shape[0], num_outputs, dtype=rows.dtype)
+    if output.numel() == 0:
+        return output
+    arguments = _Int8Linear(
+        pointer(rows),
+        pointer(values),
+        pointer(scales),
+        pointer(bias),
+        pointer(output),
+        rows.shape[0],
+        rows.shape[1],
+        num_outputs,
+        DTYPES[rows.dtype],
+        torch.get_num_threads(),
+    )
+    cpu_library.check_status(cpu_library.load().acceptmoe_int8_linear(ctypes.byref(arguments)))
+    return output
+
+
+@int8_linear.register_fake
+def _(
+    input: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int
+) -> Tensor:
+    _check(input, values, scales, bias, num_outputs)
+    return input.new_empty(input.shape[0], num_outputs)
+
+
+def multiply(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """`int8_linear` for input of any leading axes [..., H] and a bias of any float dtype."""
+    num_outputs = weight.shape[0]
+    rows = input.reshape(-1, weight.shape[1])
+    floats = None if bias is None else bias.float()
+    product: Tensor = int8_linear(rows, weight.values, weight.scales, floats, num_outputs)
+    return product.view(*input.shape[:-1], num_outputs)
+
+
+def _check(
+    input: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int
+) -> None:
+    cpu_library.check_tensors(input=input)
+    num_inputs = input.shape[-1]
+    blocks, groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP)
+    expected = {
+        "values": (values, (blocks, -(-num_inputs // QUAD), BLOCK_OUTPUTS, QUAD), torch.uint8),
+        "scales": (scales, (blocks, groups, BLOCK_OUTPUTS), torch.float32),
+    }
+    if bias is not None:
+        expected["bias"] = (bias, (num_outputs,), torch.float32)
+    for name, (tensor, shape, dtype) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise InvalidArgumentError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; for input "
+                f"{tuple(input.shape)} and {num_outputs} outputs it must be contiguous {dtype} "
+                f"{shape}; make both with Int8Weight.of(weight)"
+            )
+    if input.dim() != 2:
+        raise InvalidArgumentError(f"input has shape {tuple(input.shape)}; it must be [T, H]")
