@@ -146,21 +146,33 @@ def multiply(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> T
 def _check(
     input: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int
 ) -> None:
+    """Raise `InvalidArgumentError` unless all fit together; in every call, so it must be quick."""
     cpu_library.check_tensors(input=input)
-    num_inputs = input.shape[-1]
-    blocks, groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP)
-    expected = {
-        "values": (values, (blocks, -(-num_inputs // QUAD), BLOCK_OUTPUTS, QUAD), torch.uint8),
-        "scales": (scales, (blocks, groups, BLOCK_OUTPUTS), torch.float32),
-    }
-    if bias is not None:
-        expected["bias"] = (bias, (num_outputs,), torch.float32)
-    for name, (tensor, shape, dtype) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise InvalidArgumentError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; for input "
-                f"{tuple(input.shape)} and {num_outputs} outputs it must be contiguous {dtype} "
-                f"{shape}; make both with Int8Weight.of(weight)"
-            )
     if input.dim() != 2:
         raise InvalidArgumentError(f"input has shape {tuple(input.shape)}; it must be [T, H]")
+    num_inputs = input.shape[1]
+    blocks, groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP)
+    quads = -(-num_inputs // QUAD)
+    _check_part(input, num_outputs, "values", values, (blocks, quads, BLOCK_OUTPUTS, QUAD), _BYTES)
+    _check_part(input, num_outputs, "scales", scales, (blocks, groups, BLOCK_OUTPUTS), _FLOATS)
+    if bias is not None:
+        _check_part(input, num_outputs, "bias", bias, (num_outputs,), _FLOATS)
+
+
+_BYTES, _FLOATS = torch.uint8, torch.float32
+
+
+def _check_part(
+    input: Tensor,
+    num_outputs: int,
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise InvalidArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; for input {tuple(input.shape)} and "
+            f"{num_outputs} outputs it must be contiguous {dtype} {shape}; make values and scales "
+            "with Int8Weight.of(weight)"
+        )
