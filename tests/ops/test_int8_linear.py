@@ -1,4 +1,4 @@
-"""`acceptmoe::int8_linear` equals a product of whole numbers, on every kind of processor."""
+"""`acceptmoe::int8_linears` equals a product of whole numbers, on every kind of processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.ops import cpu_library, reference
-from acceptmoe.ops.int8_linear import GROUP, LARGEST, Int8Weight, int8_linear, multiply
+from acceptmoe.ops.int8_linear import GROUP, LARGEST, Int8Weight, int8_linears, multiply
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # T, N, H
@@ -69,7 +69,7 @@ def test_the_kernel_equals_the_product_of_what_was_rounded(sizes, has_bias: bool
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounding_changes_a_product_by_a_percent_or_two(dtype: torch.dtype) -> None:
     input, weight, bias = make((16, 96, 640), dtype)
-    result = multiply(input, Int8Weight.of(weight), bias.to(dtype))
+    result = multiply(input, Int8Weight.of(weight), bias)
     expected = reference.linear(input, weight, bias.to(dtype)).double()
     assert result.dtype == dtype
     relative = (result.double() - expected).norm(dim=1) / expected.norm(dim=1)
@@ -131,6 +131,22 @@ def rounded_case(sizes):
     return input, Int8Weight.of(weight), bias
 
 
+def test_weights_side_by_side_are_the_same_bits_as_each_alone() -> None:
+    input, *_ = make((7, 1, 300))
+    generator = torch.Generator().manual_seed(1)
+    weights = [Int8Weight.of(torch.randn(n, 300, generator=generator)) for n in (70, 1, 64, 130)]
+    biases = [None, torch.ones(1), torch.randn(64, generator=generator), None]
+    together = int8_linears(
+        input,
+        [weight.values for weight in weights],
+        [weight.scales for weight in weights],
+        biases,
+        [weight.shape[0] for weight in weights],
+    )
+    alone = [multiply(input, *each) for each in zip(weights, biases, strict=True)]
+    assert torch.equal(together, torch.cat(alone, dim=1))
+
+
 def test_what_is_no_number_stays_none_and_spoils_its_row_alone() -> None:
     input, weight, bias = make((4, 10, 300))
     rounded = Int8Weight.of(weight)
@@ -159,7 +175,8 @@ def test_leading_axes_stay_and_no_rows_are_fine() -> None:
 def test_the_op_passes_opcheck() -> None:
     input, weight, bias = make((3, 8, 5), torch.bfloat16)
     rounded = Int8Weight.of(weight)
-    torch.library.opcheck(int8_linear, (input, rounded.values, rounded.scales, bias, 8))
+    several = [rounded.values] * 2, [rounded.scales] * 2, [bias, None], [8, 8]
+    torch.library.opcheck(int8_linears, (input, *several))
 
 
 @pytest.mark.parametrize(
@@ -185,19 +202,20 @@ def test_weights_that_cannot_be_rounded_are_refused(weight, message: str) -> Non
         ),
         ({"input": torch.zeros(2, 20).int()}, "input is in torch.int32"),
         ({"input": torch.zeros(1, 2, 20)}, r"input has shape \(1, 2, 20\)"),
-        ({"bias": torch.zeros(9)}, r"bias is torch.float32 \(9,\)"),
-        ({"bias": torch.zeros(10).half()}, "bias is torch.float16"),
-        ({"num_outputs": 100}, "and 100 outputs it must be contiguous torch.uint8"),
+        ({"biases": [torch.zeros(9)]}, r"bias is torch.float32 \(9,\)"),
+        ({"biases": [torch.zeros(10).half()]}, "bias is torch.float16"),
+        ({"biases": []}, "1 values, 1 scales, 0 biases and 1 numbers of outputs"),
+        ({"num_outputs": [100]}, "and 100 outputs it must be contiguous torch.uint8"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message: str) -> None:
     rounded = Int8Weight.of(torch.ones(10, 20))
     arguments = {
         "input": torch.zeros(2, 20),
-        "values": rounded.values,
-        "scales": rounded.scales,
-        "bias": None,
-        "num_outputs": 10,
+        "values": [rounded.values],
+        "scales": [rounded.scales],
+        "biases": [None],
+        "num_outputs": [10],
     }
     with pytest.raises(InvalidArgumentError, match=message):
-        int8_linear(**{**arguments, **change})
+        int8_linears(**{**arguments, **change})

@@ -2,7 +2,7 @@
 
 At batch one drafting waits for the drafter's weights, as a pass for the target's. A draft may
 be wrong without harm, every token of it is verified, so its weights need not be exact: rounded to
-8 bits (`acceptmoe::int8_linear`) they are half of bfloat16's bytes. What a lossless policy emits
+8 bits (`acceptmoe::int8_linears`) they are half of bfloat16's bytes. What a lossless policy emits
 stays the same text; the accepted length hardly changes.
 """
 
@@ -39,12 +39,12 @@ def check_draft_device(weights: str | None, device: torch.device) -> None:
 
 
 def int8_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by `acceptmoe::int8_linear`.
+    """`F.linear` by `acceptmoe::int8_linears`.
 
     A weight is rounded when it is first met, and again after it was changed in place; its rounded
     form is kept as long as the weight.
     """
-    return multiply(states, _rounded(weight), bias)
+    return multiply(states, _rounded(weight), None if bias is None else bias.float())
 
 
 _rounded_weights = WeakTensorKeyDictionary()  # of each weight: its version, its `Int8Weight`

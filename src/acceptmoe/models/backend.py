@@ -1,9 +1,9 @@
 """The `torch.compile` backend of passes and drafts: Inductor, with linear layers of our own.
 
 Stock low-precision products of a few rows run far below what some CPUs could do; there every
-`F.linear` of the pass becomes `acceptmoe::linear`. This rewrite, and the one of attention in
-`grouped_attention.py`, work on the graph that Dynamo hands to a backend, before anything is
-lowered, so they need no private part of Inductor.
+`F.linear` of the pass becomes `acceptmoe::linear`. This rewrite, and those in
+`grouped_attention.py` and `merged_linears.py`, work on the graph that Dynamo hands to a backend,
+before anything is lowered, so they need no private part of Inductor.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.models.grouped_attention import fold_query_heads
+from acceptmoe.models.merged_linears import merge_int8_linears
 from acceptmoe.ops.linear import suits_linear
 
 MAX_LINEAR_ROWS = 64
@@ -48,7 +49,7 @@ class PassBackend:
     def __init__(self, name: str, linear: Callable[..., Tensor] | None = None) -> None:
         self.name = name
         self.num_graphs = 0
-        self.num_attentions_folded = self.num_linears_rewritten = 0
+        self.num_attentions_folded = self.num_linears_rewritten = self.num_linears_merged = 0
         self._linear = linear
 
     def compile(self, function: Compiled) -> Compiled:
@@ -72,6 +73,7 @@ class PassBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> Compiled:
         self.num_graphs += 1
         self.num_attentions_folded += fold_query_heads(module)
+        self.num_linears_merged += merge_int8_linears(module)
         if self._linear is not None:
             self.num_linears_rewritten += rewrite_linears(module, self._linear)
         backend: Callable[..., Compiled] = lookup_backend(self.name)

@@ -17,21 +17,24 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Int8Linear(nn.Module):
-    """What `linear` computes, by `acceptmoe::int8_linear`.
+    """What `linear` computes, by `acceptmoe::int8_linears`.
 
     `weight` is still the original, for code that asks for its dtype or shape.
     """
 
     values: Tensor
     scales: Tensor
+    bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
         rounded = Int8Weight.of(linear.weight.detach())
         self.register_buffer("values", rounded.values, persistent=False)
         self.register_buffer("scales", rounded.scales, persistent=False)
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., H] to [..., N]."""

@@ -1,4 +1,4 @@
-"""`acceptmoe::int8_linear`: a dense layer for few rows whose weight was rounded to 8 bits.
+"""`acceptmoe::int8_linears`: dense layers for few rows whose weights were rounded to 8 bits.
 
 Axes: T rows, H inputs, N outputs, B blocks of `BLOCK_OUTPUTS` outputs, G groups of `GROUP` inputs.
 
@@ -11,6 +11,7 @@ symmetric, rounded to nearest; activations are rounded anew in each call.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,88 +79,114 @@ class Int8Weight:
         return (whole * scales[:, : whole.shape[1]])[:num_outputs, :num_inputs]
 
 
-class _Int8Linear(ctypes.Structure):  # `Int8LinearArguments` in cpu/int8_linear.cpp, in that order
+class _Matrix(ctypes.Structure):  # `Matrix` in cpu/int8_linear.cpp, in the same order
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input", "weight", "scales", "bias", "output")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "depth", "num_outputs")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "bias")),
+        ("num_outputs", ctypes.c_int64),
+    )
+
+
+class _Int8Linears(ctypes.Structure):  # `Int8LinearsArguments` there
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "matrices", "output")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "depth", "num_matrices")),
         *((name, ctypes.c_int64) for name in ("input_dtype", "num_threads")),
     )
 
 
-@torch.library.custom_op("acceptmoe::int8_linear", mutates_args=(), device_types="cpu")
-def int8_linear(
-    input: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int
+@torch.library.custom_op("acceptmoe::int8_linears", mutates_args=(), device_types="cpu")
+def int8_linears(
+    input: Tensor,
+    values: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    num_outputs: Sequence[int],
 ) -> Tensor:
-    """`input @ weight.T + bias`, [T, N] in the input's dtype, both factors rounded to 8 bits.
+    """`input @ weight.T + bias` for one weight or several, side by side: [T, sum of all N].
+
+    The result is in the input's dtype; input and weights are rounded to 8 bits.
 
     Args:
         input: [T, H] in fp32, bfloat16 or fp16.
-        values: uint8 [B, H / 4, 64, 4], see `Int8Weight`.
-        scales: fp32 [B, G, 64].
-        bias: fp32 [N], or None.
-        num_outputs: N.
+        values: For each weight uint8 [B, H / 4, 64, 4], see `Int8Weight`.
+        scales: For each fp32 [B, G, 64].
+        biases: For each fp32 [N], or None.
+        num_outputs: For each N.
 
     A group of a row that is not finite makes the row's outputs NaN. A row's result does not depend
-    on the other rows, nor on the number of threads, bit for bit. There is no backward pass.
+    on the other rows, nor on the number of threads, bit for bit, nor on the weights beside it.
+    There is no backward pass.
 
     Raises `InvalidArgumentError` for shapes and dtypes that are not these, and `KernelBuildError`
     when the kernels cannot be compiled.
     """
-    _check(input, values, scales, bias, num_outputs)
+    _check(input, values, scales, biases, num_outputs)
     rows = input.contiguous()
-    output = torch.empty(rows.shape[0], num_outputs, dtype=rows.dtype)
+    output = torch.empty(rows.shape[0], sum(num_outputs), dtype=rows.dtype)
     if output.numel() == 0:
         return output
-    arguments = _Int8Linear(
+    parts = zip(values, scales, biases, num_outputs, strict=True)
+    matrices = (_Matrix * len(values))(
+        *(_Matrix(pointer(v), pointer(s), pointer(b), n) for v, s, b, n in parts)
+    )
+    arguments = _Int8Linears(
         pointer(rows),
-        pointer(values),
-        pointer(scales),
-        pointer(bias),
+        ctypes.addressof(matrices),
         pointer(output),
         rows.shape[0],
         rows.shape[1],
-        num_outputs,
+        len(values),
         DTYPES[rows.dtype],
         torch.get_num_threads(),
     )
-    cpu_library.check_status(cpu_library.load().acceptmoe_int8_linear(ctypes.byref(arguments)))
+    cpu_library.check_status(cpu_library.load().acceptmoe_int8_linears(ctypes.byref(arguments)))
     return output
 
 
-@int8_linear.register_fake
+@int8_linears.register_fake
 def _(
-    input: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int
+    input: Tensor,
+    values: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    num_outputs: Sequence[int],
 ) -> Tensor:
-    _check(input, values, scales, bias, num_outputs)
-    return input.new_empty(input.shape[0], num_outputs)
+    _check(input, values, scales, biases, num_outputs)
+    return input.new_empty(input.shape[0], sum(num_outputs))
 
 
 def multiply(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """`int8_linear` for input of any leading axes [..., H] and a bias of any float dtype."""
+    """`int8_linears` of one weight, for input of any leading axes [..., H]; `bias` is fp32."""
     num_outputs = weight.shape[0]
     rows = input.reshape(-1, weight.shape[1])
-    floats = None if bias is None else bias.float()
-    product: Tensor = int8_linear(rows, weight.values, weight.scales, floats, num_outputs)
+    product: Tensor = int8_linears(rows, [weight.values], [weight.scales], [bias], [num_outputs])
     return product.view(*input.shape[:-1], num_outputs)
 
 
 def _check(
-    input: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int
+    input: Tensor,
+    values: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    num_outputs: Sequence[int],
 ) -> None:
     """Raise `InvalidArgumentError` unless all fit together; in every call, so it must be quick."""
     cpu_library.check_tensors(input=input)
     if input.dim() != 2:
         raise InvalidArgumentError(f"input has shape {tuple(input.shape)}; it must be [T, H]")
+    if not len(values) == len(scales) == len(biases) == len(num_outputs):
+        raise InvalidArgumentError(
+            f"there are {len(values)} values, {len(scales)} scales, {len(biases)} biases and "
+            f"{len(num_outputs)} numbers of outputs; there must be one of each for every weight"
+        )
     num_inputs = input.shape[1]
-    blocks, groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP)
-    quads = -(-num_inputs // QUAD)
-    _check_part(input, num_outputs, "values", values, (blocks, quads, BLOCK_OUTPUTS, QUAD), _BYTES)
-    _check_part(input, num_outputs, "scales", scales, (blocks, groups, BLOCK_OUTPUTS), _FLOATS)
-    if bias is not None:
-        _check_part(input, num_outputs, "bias", bias, (num_outputs,), _FLOATS)
-
-
-_BYTES, _FLOATS = torch.uint8, torch.float32
+    quads, groups = -(-num_inputs // QUAD), -(-num_inputs // GROUP)
+    for value, scale, bias, num in zip(values, scales, biases, num_outputs, strict=True):
+        blocks = -(-num // BLOCK_OUTPUTS)
+        _check_part(input, num, "values", value, (blocks, quads, BLOCK_OUTPUTS, QUAD), torch.uint8)
+        _check_part(input, num, "scales", scale, (blocks, groups, BLOCK_OUTPUTS), torch.float32)
+        if bias is not None:
+            _check_part(input, num, "bias", bias, (num,), torch.float32)
 
 
 def _check_part(

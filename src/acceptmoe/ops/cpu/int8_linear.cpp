@@ -1,4 +1,5 @@
-// acceptmoe::int8_linear: input [T, K] times weights of 8 bits [N, K], transposed, plus bias [N].
+// acceptmoe::int8_linears: input [T, K] times weights of 8 bits [N, K], transposed, plus bias [N], for
+// one weight or several side by side: a small layer takes less time than waking the threads for it.
 //
 // Weights and activations are integers times a scale for every kGroup along K; products of a group
 // are summed as integers, exactly, and groups in fp32, in order. So a row's result depends neither on
@@ -22,14 +23,19 @@ constexpr int kQuad = 4;        // values of K in one lane
 constexpr int kWeightZero = 128;
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // of outputs, in a tile: sums fit the registers
 
-// The fields of `Int8Linear` in ops/int8_linear.py, in the same order.
-struct Int8LinearArguments {
-  const void* input;      // [T, K] of input_dtype
+// The fields of `Matrix` and `Int8Linears` in ops/int8_linear.py, in the same order.
+struct Matrix {
   const uint8_t* weight;  // [N / kOutputs, K / 4, kOutputs, 4], N and K rounded up
   const float* scales;    // [N / kOutputs, groups of K, kOutputs]
   const float* bias;      // [N] or null
-  void* output;           // [T, N] of input_dtype
-  int64_t num_rows, depth, num_outputs;
+  int64_t num_outputs;    // N
+};
+
+struct Int8LinearsArguments {
+  const void* input;       // [T, K] of input_dtype
+  const Matrix* matrices;  // [num_matrices]
+  void* output;            // [T, sum of N] of input_dtype
+  int64_t num_rows, depth, num_matrices;
   int64_t input_dtype, num_threads;
 };
 
@@ -194,10 +200,31 @@ static void multiply_rows(int num_rows, const Quantized* rows, const uint8_t* we
   }
 }
 
-static void int8_linear(const Int8LinearArguments& a) {
+// kOutputs outputs of one matrix, or what is left of them: a task.
+struct Block {
+  const Matrix* matrix;
+  int64_t number;        // in its matrix
+  int64_t first_column;  // of the output
+};
+
+static std::vector<Block> blocks_of(const Int8LinearsArguments& a, int64_t& num_columns) {
+  std::vector<Block> blocks;
+  num_columns = 0;
+  for (int64_t m = 0; m < a.num_matrices; ++m) {
+    const Matrix& matrix = a.matrices[m];
+    for (int64_t block = 0; block * kOutputs < matrix.num_outputs; ++block)
+      blocks.push_back({&matrix, block, num_columns + block * kOutputs});
+    num_columns += matrix.num_outputs;
+  }
+  return blocks;
+}
+
+static void int8_linears(const Int8LinearsArguments& a) {
+  int64_t num_columns;
+  const std::vector<Block> blocks = blocks_of(a, num_columns);
+  const int64_t num_blocks = int64_t(blocks.size());
   const int64_t padded = round_up(a.depth, kCacheLine), num_groups = (a.depth + kGroup - 1) / kGroup;
   const int64_t block_bytes = round_up(a.depth, kQuad) * kOutputs;
-  const int64_t num_blocks = (a.num_outputs + kOutputs - 1) / kOutputs;
   Workspace memory(Workspace::size_of(a.num_rows * padded) +
                    2 * Workspace::size_of(a.num_rows * num_groups * 4) +
                    a.num_threads * Workspace::size_of(kMaxRows * kOutputs * 4));
@@ -210,40 +237,46 @@ static void int8_linear(const Int8LinearArguments& a) {
   std::vector<float*> scratch;
   for (int64_t t = 0; t < a.num_threads; ++t)
     scratch.push_back(memory.take<float>(kMaxRows * kOutputs));
+  const auto weight_of = [&](int64_t block) {
+    return blocks[block].matrix->weight + blocks[block].number * block_bytes;
+  };
 
-  TaskQueue packing, blocks;
+  TaskQueue packing, products;
   in_parallel(int(a.num_threads), [&](Team team) {
     packing.run(a.num_rows, [&](int64_t row) {
       quantize_row(a.input, a.input_dtype, row, a.depth, rows[row]);
     });
     team.wait();
     float* out = scratch[team.thread];
-    blocks.run_looking_ahead(num_blocks, [&](int64_t block, int64_t next) {
-      const int64_t first = block * kOutputs;
-      const int64_t count = std::min<int64_t>(kOutputs, a.num_outputs - first);
-      for_row_groups(a.num_rows, [&](int64_t row, int size, int64_t group, int64_t num_groups_of) {
+    products.run_looking_ahead(num_blocks, [&](int64_t task, int64_t next) {
+      const Block& block = blocks[task];
+      const Matrix& matrix = *block.matrix;
+      const int64_t first = block.number * kOutputs;
+      const int64_t count = std::min<int64_t>(kOutputs, matrix.num_outputs - first);
+      for_row_groups(a.num_rows, [&](int64_t row, int size, int64_t group, int64_t num_row_groups) {
         Prefetch prefetch{};
         if (next < num_blocks) {
-          const auto* data = reinterpret_cast<const char*>(a.weight) + next * block_bytes;
-          prefetch = {data + block_bytes * group / num_groups_of,
-                      (kCacheLine + num_groups_of - 1) / num_groups_of};
+          const auto* data = reinterpret_cast<const char*>(weight_of(next));
+          prefetch = {data + block_bytes * group / num_row_groups,
+                      (kCacheLine + num_row_groups - 1) / num_row_groups};
         }
-        multiply_rows(size, rows.data() + row, a.weight + block * block_bytes,
-                      a.scales + block * num_groups * kOutputs, a.depth, prefetch, out);
+        multiply_rows(size, rows.data() + row, weight_of(task),
+                      matrix.scales + block.number * num_groups * kOutputs, a.depth, prefetch, out);
         for (int r = 0; r < size; ++r) {
           float* result = out + r * kOutputs;
-          if (a.bias != nullptr)
-            for (int64_t n = 0; n < count; ++n) result[n] += a.bias[first + n];
-          write_floats(result, count, a.input_dtype, a.output, (row + r) * a.num_outputs + first);
+          if (matrix.bias != nullptr)
+            for (int64_t n = 0; n < count; ++n) result[n] += matrix.bias[first + n];
+          write_floats(result, count, a.input_dtype, a.output,
+                       (row + r) * num_columns + block.first_column);
         }
       });
     });
   });
 }
 
-extern "C" int acceptmoe_int8_linear(const Int8LinearArguments* arguments) {
+extern "C" int acceptmoe_int8_linears(const Int8LinearsArguments* arguments) {
   try {
-    int8_linear(*arguments);
+    int8_linears(*arguments);
   } catch (const std::bad_alloc&) {
     return kNoMemory;
   }
