@@ -37,15 +37,17 @@ def chain(num_nodes: int) -> Tree:
     return Tree(num_nodes, num_nodes - 1, is_chain=True)
 
 
+# Deep ones for drafters that are seldom wrong.
 TREES = (
     chain(4),
     chain(6),
+    chain(11),
     Tree(8, 5),
     Tree(16, 5),
     Tree(32, 5),
     Tree(64, 5),
     Tree(16, 10),
-    Tree(32, 10),
+    Tree(24, 12),
 )
 
 
