@@ -86,7 +86,8 @@ def wrap(
             float16, the dense layers of `generate` run on them too.
         compile: Compile the verification passes with `torch.compile`, and on a GPU capture them as
             CUDA graphs. Each size of pass compiles when it is first needed, half a minute on a CPU.
-            True takes Inductor; a name takes that backend of `torch.compile`. The experts must
+            A dense assistant on a CPU is compiled too, once for each capacity of its cache. True
+            takes Inductor; a name takes that backend of `torch.compile`. The experts must
             trace: "grouped_mm" (Transformers' default), "batched_mm", or `experts="acceptmoe"`;
             with that the dense layers become kernels of ours too where a CPU's own are slow.
         audit: Share of verification blocks that are run under natural routing too, from the same

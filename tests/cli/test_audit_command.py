@@ -105,6 +105,13 @@ def test_a_natural_policy_has_no_second_row_of_its_own(bundled: str) -> None:
     assert found["is_above_max_kl"] is False
 
 
+def test_rounded_drafts_are_audited_and_named(bundled: str) -> None:
+    arguments = ("--target", bundled, "--policy", "natural", "--count", 1, *SMALL)
+    arguments = (*arguments, "--draft-weights", "int8")
+    assert run_json(*arguments)["report"]["draft_weights"] == "int8"
+    assert "drafter assistant in int8" in plain_text(run(*arguments))
+
+
 def test_a_kl_above_the_limit_exits_1_after_the_results(bundled: str, prompts: Path) -> None:
     arguments = ("--target", bundled, "--prompts", prompts, *HARSH, *SMALL, "--max-kl", "1e-6")
     shown = run(*arguments)
@@ -154,6 +161,7 @@ def test_bundled_prompts_are_those_of_the_test_split() -> None:
         (["--target", TARGET, "--max-kl", "0"], "it must be above 0, in nats per token"),
         (["--target", TARGET, "--max-kl", "nan"], "it must be above 0, in nats per token"),
         (["--target", TARGET, "--count", "0"], "Invalid value for '--count'"),
+        (["--target", TARGET, "--draft-weights", "int4"], "Invalid value for '--draft-weights'"),
         (["--target", TARGET, "--policy", "best"], "policy is 'best'; it must be one of"),
         (["--target", TARGET, "--prompts", "chess"], "'chess' is no file and not among the tasks"),
         (["--target", "nowhere"], "'nowhere' is no folder and no bundled target"),

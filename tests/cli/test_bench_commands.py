@@ -142,6 +142,11 @@ def test_compare_fails_when_a_row_got_worse(tmp_path: Path) -> None:
         (["run", "quality", "--out", "taken"], "taken cannot be made a folder: it is a file"),
         (["run", "all", "--out", "taken/a"], "taken/a cannot be made a folder: Not a directory"),
         (["run", "speed", "--tree", "bush"], "tree is 'bush'; it must be a number of nodes"),
+        (["run", "speed", "--draft-weights", "int4"], "Invalid value for '--draft-weights'"),
+        (
+            ["run", "speed", "--drafter", "ngram", "--draft-weights", "int8"],
+            "weights is 'int8' and the drafter 'ngram' has no weights",
+        ),
         (["run", "speed", "--dtype", "int8"], "dtype is 'int8'; it must be one of"),
         (["run", "speed", "--out", "taken"], "taken cannot be made a folder: it is a file"),
         (["run", "all", "--target", "big-moe"], "target is 'big-moe'; it must be one of"),

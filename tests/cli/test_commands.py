@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from acceptmoe import CommitmentTable, __version__
+from acceptmoe.calibrate import calibrate as make_table
 from acceptmoe.cli import app
 from acceptmoe.cli.generate import read_prompt
 from acceptmoe.targets import load_target
@@ -148,7 +149,35 @@ def test_generate_takes_a_checkpoint_folder(checkpoints: Path) -> None:
     assert found["report"]["drafter"] == "ngram"
 
 
+def test_generate_drafts_with_rounded_weights(bundled: str) -> None:
+    found = run_json(
+        *("generate", "abc abc abc", "--policy", "natural", "--draft-weights", "int8"),
+        *("--drafter", "assistant", "--max-new-tokens", 24, *SMALL_TREE),
+    )
+    assert found["token_ids"] == greedy_ids("abc abc abc", 24)
+    assert found["report"]["draft_weights"] == "int8"
+
+
 # calibrate
+
+
+def test_calibrate_measures_rounded_drafts(
+    bundled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafters = []
+
+    def observed(model: Any, drafter: Any, *args: Any, **kwargs: Any) -> CommitmentTable:
+        drafters.append(drafter)
+        return make_table(model, drafter, *args, **kwargs)
+
+    monkeypatch.setattr("acceptmoe.cli.calibrate.make_table", observed)
+    table = tmp_path / "made.json"
+    run_json(
+        *("calibrate", "--target", bundled, "--out", table, "--prompts", "algebra", "--count", 2),
+        *("--max-new-tokens", 8, "--draft-weights", "int8", *SMALL_TREE),
+    )
+    assert [drafter.weights for drafter in drafters] == ["int8"]
+    assert CommitmentTable.load(table).drafter == "assistant"
 
 
 def test_calibrate_writes_a_table_that_generate_takes(bundled: str, tmp_path: Path) -> None:
@@ -233,6 +262,14 @@ def test_widened_demo_emits_the_same_tokens(bundled: str, table_file: Path) -> N
     assert plain["accuracy"] == at_own_size[0]["accuracy"]
 
 
+def test_demo_says_in_which_precision_it_drafts(bundled: str, table_file: Path) -> None:
+    arguments = (*demo_arguments(table_file), "--draft-weights", "int8", "--widen", 2)
+    found = run_json(*arguments)
+    assert found["provenance"]["draft_weights"] == "int8"
+    assert found["rows"][1]["same_as_autoregressive"] == 1.0
+    assert "drafter assistant in int8, 8 nodes" in plain_text(run(*arguments))
+
+
 def test_demo_shows_every_mode_within_80_columns(bundled: str, table_file: Path) -> None:
     shown = run(*demo_arguments(table_file))
     assert shown.exit_code == 0, shown.output
@@ -258,6 +295,19 @@ def test_demo_shows_every_mode_within_80_columns(bundled: str, table_file: Path)
         (["generate", "--num-nodes", "-3", "a"], "Invalid value for '--num-nodes'"),
         (["generate", "--num-nodes", "two", "a"], "Invalid value for '--num-nodes'"),
         (["generate", "--dtype", "int8", "a"], "'int8' is not one of"),
+        (
+            ["generate", "--draft-weights", "int4", "a"],
+            "Invalid value for '--draft-weights': weights is 'int4'; it must be None",
+        ),
+        (["demo", "--draft-weights", "int4"], "Invalid value for '--draft-weights'"),
+        (
+            ["calibrate", "--target", TARGET, "--out", "t.json", "--draft-weights", "int4"],
+            "Invalid value for '--draft-weights'",
+        ),
+        (
+            ["generate", "--drafter", "ngram", "--draft-weights", "int8", "a"],
+            "Invalid value for --draft-weights: weights is 'int8' and the drafter 'ngram' has no",
+        ),
         (["generate", "--policy", "best", "a"], "policy is 'best'; it must be one of accept,"),
         (["generate", "--policy", "accept:beta=1", "a"], "sets 'beta'; the settings of 'accept'"),
         (["generate", "--target", "nowhere", "a"], "'nowhere' is no folder and no bundled target"),

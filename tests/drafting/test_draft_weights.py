@@ -80,6 +80,11 @@ def test_another_precision_is_refused(weights: object) -> None:
         Eagle3Drafter(random_head(boundaries=BOUNDARIES), weights=weights)
 
 
+def test_a_bundled_drafter_without_weights_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="the drafter 'ngram' has no weights"):
+        load_setup("tiny-qwen3-moe", "ngram", draft_weights="int8")
+
+
 def test_another_device_is_refused() -> None:
     model = make_model("qwen3_moe").to("meta")
     with pytest.raises(DrafterError, match=r"weights='int8' and would run on meta"):

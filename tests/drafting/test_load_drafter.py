@@ -145,5 +145,44 @@ def test_config_that_does_not_fit_the_weights_is_refused(folder: Path) -> None:
         load_drafter(folder)
 
 
+def test_weights_go_to_a_model(model: LlamaForCausalLM) -> None:
+    drafter = load_drafter(model, weights="int8")
+    assert isinstance(drafter, AssistantDrafter)
+    assert (drafter.model, drafter.weights) == (model, "int8")
+
+
+def test_weights_go_to_the_model_of_a_folder(folder: Path) -> None:
+    drafter = load_drafter(folder, weights="int8")
+    assert isinstance(drafter, AssistantDrafter)
+    assert drafter.weights == "int8"
+
+
+def test_weights_go_to_the_head_of_a_folder(tmp_path: Path) -> None:
+    save_head(random_head(), tmp_path)
+    drafter = load_drafter(tmp_path, weights="int8")
+    assert isinstance(drafter, Eagle3Drafter)
+    assert drafter.weights == "int8"
+
+
+def test_weights_of_a_drafter_without_any_are_refused() -> None:
+    message = "weights is 'int8' and the drafter 'ngram' has no weights; leave it out"
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_drafter("ngram", weights="int8")
+
+
+def test_weights_of_a_drafter_that_is_made_already_are_refused(model: LlamaForCausalLM) -> None:
+    message = "the drafter 'assistant' is made already; give weights= where the drafter is made"
+    # The same precision is refused too: it would be given in two places.
+    for drafter in (AssistantDrafter(model), AssistantDrafter(model, weights="int8")):
+        with pytest.raises(InvalidArgumentError, match=message):
+            load_drafter(drafter, weights="int8")
+
+
+@pytest.mark.parametrize("spec", ["ngram", NgramDrafter()])
+def test_another_precision_is_refused_for_every_drafter(spec: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"weights is 'int4'; it must be None.*'int8'"):
+        load_drafter(spec, weights="int4")  # type: ignore[arg-type]
+
+
 def test_examples_of_the_docstrings() -> None:
     assert doctest.testmod(drafting).failed == 0

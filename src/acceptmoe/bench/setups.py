@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter, NgramDrafter
+from acceptmoe.drafting import (
+    AssistantDrafter,
+    Drafter,
+    Eagle3Drafter,
+    NgramDrafter,
+    check_has_weights,
+)
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies import load_policy
 from acceptmoe.table import CommitmentTable
@@ -79,6 +85,7 @@ def load_bundled_drafter(
     name: str, target: str, dtype: torch.dtype, factor: int, weights: str | None = None
 ) -> Drafter:
     """The drafter `name` of a bundled target, as wide as the target; see `draft_weights`."""
+    check_has_weights(name, weights)
     if name == "ngram":
         return NgramDrafter()
     if name == "assistant":

@@ -33,7 +33,7 @@ from acceptmoe.bench.workloads import (
     end_token_ids,
     mixed_problems,
 )
-from acceptmoe.drafting import AssistantDrafter
+from acceptmoe.drafting import AssistantDrafter, check_has_weights
 from acceptmoe.drafting.draft_weights import check_draft_weights
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
 from acceptmoe.targets import load_assistant
@@ -101,6 +101,7 @@ class SpeedSettings:
             raise InvalidArgumentError(f"factor is {self.factor}; it must be {MAX_FACTOR} or less")
         check_policies(self.policies or (), self.targets)
         check_draft_weights(self.draft_weights)
+        check_has_weights(self.drafter, self.draft_weights)
 
     def policies_of(self, target: str) -> tuple[str, ...]:
         """Natural is always among them: it is what the others are compared with."""

@@ -23,12 +23,20 @@ from acceptmoe.cli.console import (
     progress_bar,
     reports_errors,
 )
-from acceptmoe.cli.loading import LoadingError, open_drafter, open_table, open_target, parse_policy
+from acceptmoe.cli.loading import (
+    LoadingError,
+    drafter_label,
+    open_drafter,
+    open_table,
+    open_target,
+    parse_policy,
+)
 from acceptmoe.cli.options import (
     AsJson,
     Device,
     DeviceOption,
     Drafter,
+    DraftWeights,
     Dtype,
     DtypeOption,
     MaxDepth,
@@ -72,6 +80,7 @@ def audit(
     ] = 20,
     policy: Policy = None,
     drafter: Drafter = None,
+    draft_weights: DraftWeights = None,
     table: Table = None,
     share: Annotated[
         float,
@@ -104,7 +113,7 @@ def audit(
     if not texts:
         raise LoadingError(f"{prompts} has no prompt; write at least one, one a line")
     opened = open_target(target, dtype, device)
-    chosen = open_drafter(drafter, opened)
+    chosen = open_drafter(drafter, opened, draft_weights)
     commitment = open_table(table, opened, chosen, rule)
     encoded = [encode(opened.tokenizer, text, opened.model.device) for text in texts]
     end_ids = end_token_ids(opened.model, opened.tokenizer)
@@ -198,8 +207,9 @@ def show(
     output.print(layer_table(found))
     if rows is not None:
         output.print(speed_table(rows))
+    drafter = drafter_label(report["drafter"], report["draft_weights"])
     print_line(
-        f"{target}, policy {report['policy']}, drafter {report['drafter']}: {found.num_blocks} of "
+        f"{target}, policy {report['policy']}, drafter {drafter}: {found.num_blocks} of "
         f"{report['num_verifications']} verification blocks audited, {found.num_tokens} tokens in "
         "them"
     )

@@ -22,8 +22,7 @@ from acceptmoe.cli.bench_tables import show_quality, show_speed
 from acceptmoe.cli.console import print_json, print_remark, progress_bar, reports_errors
 from acceptmoe.cli.folders import make_folder
 from acceptmoe.cli.loading import bundled_targets
-from acceptmoe.cli.options import AsJson, MaxDepth, MaxNewTokens, NumNodes, Seed
-from acceptmoe.drafting.draft_weights import DRAFT_WEIGHTS
+from acceptmoe.cli.options import AsJson, DraftWeights, MaxDepth, MaxNewTokens, NumNodes, Seed
 from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.targets.tasks import MAX_NEW_TOKENS, TASKS
 from acceptmoe.targets.widen import MAX_FACTOR
@@ -63,15 +62,6 @@ Table = Annotated[
         "--table",
         help="A commitment table: a file, or a shipped table's name. Default: the shipped one for "
         "each target and the drafter.",
-        show_default=False,
-    ),
-]
-DraftWeights = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-weights",
-        help=f"{', '.join(DRAFT_WEIGHTS)}: the drafter's weights rounded to that. Default: its own "
-        "precision.",
         show_default=False,
     ),
 ]

@@ -18,6 +18,7 @@ from acceptmoe.cli.options import (
     Device,
     DeviceOption,
     Drafter,
+    DraftWeights,
     Dtype,
     DtypeOption,
     MaxDepth,
@@ -38,6 +39,7 @@ def calibrate(
     ],
     out: Annotated[Path, typer.Option("--out", help="The table's file; replaced if it exists.")],
     drafter: Drafter = None,
+    draft_weights: DraftWeights = None,
     prompts: Annotated[
         str,
         typer.Option(
@@ -65,7 +67,7 @@ def calibrate(
     texts = read_prompts(prompts, count, seed, SPLIT)
     check_number(texts, prompts)
     opened = open_target(target, dtype, device)
-    chosen = open_drafter(drafter, opened)
+    chosen = open_drafter(drafter, opened, draft_weights)
     with progress_bar("decoding") as progress:
         table = make_table(
             opened.model,

@@ -15,6 +15,7 @@ from acceptmoe.bench.workloads import mixed_problems
 from acceptmoe.cli.console import output, print_json, print_line, progress_bar, reports_errors
 from acceptmoe.cli.loading import (
     bundled_targets,
+    drafter_label,
     open_drafter,
     open_table,
     open_target,
@@ -26,6 +27,7 @@ from acceptmoe.cli.options import (
     Device,
     DeviceOption,
     Drafter,
+    DraftWeights,
     Dtype,
     DtypeOption,
     MaxDepth,
@@ -85,6 +87,7 @@ def demo(
         ),
     ] = None,
     drafter: Drafter = None,
+    draft_weights: DraftWeights = None,
     table: Table = None,
     widen: Annotated[
         int | None,
@@ -122,7 +125,7 @@ def demo(
         torch.set_num_threads(threads or 1)
     for name in names:
         opened = open_target(name, dtype, device)
-        chosen = open_drafter(drafter, opened)
+        chosen = open_drafter(drafter, opened, draft_weights)
         is_widened = opened.is_bundled and not isinstance(chosen, Eagle3Drafter)
         factor = widen or (BUNDLED_WIDENING if is_widened else 1)
         if factor > 1:
@@ -145,7 +148,7 @@ def demo(
             )
         rows += measured
         if not as_json:
-            output.print(comparison(measured, factor))
+            output.print(comparison(measured, factor, draft_weights))
             if any(row["num_cut_off"] for row in measured):
                 print_line(cut_off_line(measured, max_new_tokens), "yellow")
             if max(row["tokens_per_s"] for row in measured[1:]) < measured[0]["tokens_per_s"]:
@@ -154,6 +157,7 @@ def demo(
         **provenance(seed=seed),
         "max_depth": max_depth,
         "max_new_tokens": max_new_tokens,
+        "draft_weights": draft_weights,
         "widening": widenings,
     }
     if as_json:
@@ -167,12 +171,13 @@ def demo(
     )
 
 
-def comparison(rows: list[dict[str, Any]], widening: int) -> RichTable:
+def comparison(rows: list[dict[str, Any]], widening: int, draft_weights: str | None) -> RichTable:
     """The rows of one target as a table for people, with the speed-up over plain decoding."""
     plain, first = rows[0], rows[-1]
     size = f" widened {widening}x" if widening > 1 else ""
+    drafter = drafter_label(first["drafter"], draft_weights)
     table = RichTable(
-        title=f"{first['target']}{size}, drafter {first['drafter']}, {first['num_nodes']} nodes, "
+        title=f"{first['target']}{size}, drafter {drafter}, {first['num_nodes']} nodes, "
         f"{first['num_prompts']} prompts, {first['num_experts']} experts",
         box=SIMPLE_HEAD,
         padding=0,

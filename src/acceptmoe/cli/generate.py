@@ -26,6 +26,7 @@ from acceptmoe.cli.options import (
     Device,
     DeviceOption,
     Drafter,
+    DraftWeights,
     Dtype,
     DtypeOption,
     Guard,
@@ -50,6 +51,7 @@ def generate(
         ),
     ] = None,
     drafter: Drafter = None,
+    draft_weights: DraftWeights = None,
     table: Table = None,
     policy: Policy = None,
     num_nodes: NumNodes = 32,
@@ -69,7 +71,7 @@ def generate(
     text = read_prompt(prompt)
     opened = open_target(target or bundled_targets()[0], dtype, device)
     input_ids = prompt_ids(opened.tokenizer, text, chat, opened.model.device)
-    chosen = open_drafter(drafter, opened)
+    chosen = open_drafter(drafter, opened, draft_weights)
     commitment = open_table(table, opened, chosen, rule)
     model = wrap(
         opened.model,

@@ -17,7 +17,14 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from acceptmoe.cli.options import Device, Dtype
-from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter, load_drafter
+from acceptmoe.drafting import (
+    AssistantDrafter,
+    Drafter,
+    Eagle3Drafter,
+    check_has_weights,
+    load_drafter,
+)
+from acceptmoe.drafting.draft_weights import check_draft_device
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
 from acceptmoe.policies import RoutingPolicy, load_policy
 from acceptmoe.table import CommitmentTable, shipped_tables
@@ -88,12 +95,15 @@ def choose_device(device: Device) -> torch.device:
     return torch.device("cuda" if has_gpu and device is not Device.cpu else "cpu")
 
 
-def open_drafter(spec: str | None, target: Target) -> Drafter:
-    """The drafter that `spec` names, or the target's usual one for None."""
+def open_drafter(spec: str | None, target: Target, weights: str | None = None) -> Drafter:
+    """The drafter that `spec` names, or the target's usual one for None; see `draft_weights`."""
     if spec is None:
         spec = DEFAULT_DRAFTER if target.is_bundled else "ngram"
+    check_weights_fit(spec, weights)
+    # It goes where the target is; refused before it is loaded and rounded.
+    check_draft_device(weights, target.model.device)
     if spec in BUNDLED_DRAFTERS and target.is_bundled:
-        drafter = load_drafter(BUNDLED_DRAFTERS[spec](target.name))
+        drafter = load_drafter(BUNDLED_DRAFTERS[spec](target.name), weights=weights)
     elif spec in BUNDLED_DRAFTERS and not Path(spec).is_dir():
         raise typer.BadParameter(
             f"{spec!r} is the drafter of a bundled target and {target.name!r} is none; give the "
@@ -101,10 +111,23 @@ def open_drafter(spec: str | None, target: Target) -> Drafter:
             param_hint="--drafter",
         )
     else:
-        drafter = load_drafter(spec)
+        drafter = load_drafter(spec, weights=weights)
     if isinstance(drafter, AssistantDrafter):
         drafter.model.to(target.model.device)
     return drafter
+
+
+def check_weights_fit(drafter: str, weights: str | None) -> None:
+    """`--draft-weights` for a drafter without weights is a usage error."""
+    try:
+        check_has_weights(drafter, weights)
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--draft-weights") from error
+
+
+def drafter_label(name: str, weights: str | None) -> str:
+    """A drafter's name for people, with the precision it drafts in where that is not its own."""
+    return name if weights is None else f"{name} in {weights}"
 
 
 def widened_target(target: Target, factor: int) -> Target:
@@ -120,7 +143,8 @@ def widened_drafter(drafter: Drafter, factor: int) -> Drafter:
             param_hint="--widen",
         )
     if isinstance(drafter, AssistantDrafter):
-        return load_drafter(widen(drafter.model, factor, factor))
+        # `model` is exact, so weights of 8 bits are rounded from the widened ones.
+        return load_drafter(widen(drafter.model, factor, factor), weights=drafter.weights)
     return drafter
 
 

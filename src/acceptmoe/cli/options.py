@@ -7,10 +7,22 @@ from typing import Annotated
 
 import typer
 
+from acceptmoe.drafting.draft_weights import DRAFT_WEIGHTS, check_draft_weights
+from acceptmoe.errors import InvalidArgumentError
 from acceptmoe.policies import DEFAULT_POLICY, POLICIES
 from acceptmoe.tree import MAX_NODES
 
 MAX_NEW_TOKENS = 1_000_000  # far above any context; an absurd number is a slip
+
+
+def parse_draft_weights(text: str | None) -> str | None:
+    """The precision that an option's value names; a wrong one is a usage error."""
+    try:
+        check_draft_weights(text)
+    except InvalidArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
 
 Drafter = Annotated[
     str | None,
@@ -18,6 +30,16 @@ Drafter = Annotated[
         "--drafter",
         help="'ngram' (prompt lookup, no weights), 'assistant' or 'eagle3' (those of a bundled "
         "target), or a checkpoint's folder. Default: assistant for a bundled target, else ngram.",
+        show_default=False,
+    ),
+]
+DraftWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-weights",
+        help=f"{', '.join(DRAFT_WEIGHTS)}: the drafter's weights rounded to that, on a CPU. "
+        "Default: its own precision.",
+        callback=parse_draft_weights,
         show_default=False,
     ),
 ]

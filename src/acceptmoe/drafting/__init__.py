@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from acceptmoe.drafting.assistant import AssistantDrafter
+from acceptmoe.drafting.draft_weights import check_draft_weights
 from acceptmoe.drafting.drafter import Drafter
 from acceptmoe.drafting.eagle3 import Eagle3Drafter
 from acceptmoe.drafting.eagle3_layouts import describes_eagle3
@@ -27,7 +28,9 @@ ALLOWED_FORMS = (
 )
 
 
-def load_drafter(spec: Drafter | PreTrainedModel | str | os.PathLike[str]) -> Drafter:
+def load_drafter(
+    spec: Drafter | PreTrainedModel | str | os.PathLike[str], *, weights: str | None = None
+) -> Drafter:
     """The drafter that `spec` stands for.
 
     - `"ngram"`: prompt lookup, no weights;
@@ -35,22 +38,46 @@ def load_drafter(spec: Drafter | PreTrainedModel | str | os.PathLike[str]) -> Dr
     - a transformers causal language model: `AssistantDrafter` with its defaults;
     - a `Drafter`: itself.
 
-    Raises `InvalidArgumentError` for anything else and `DrafterError` for a folder or model that
-    cannot draft.
+    `weights="int8"` drafts with the model's or the head's weights rounded to 8 bits, on a CPU (see
+    `draft_weights`); None leaves them as they are.
+
+    Raises `InvalidArgumentError` for anything else, and for `weights` with a drafter that has none
+    or is made already; `DrafterError` for a folder or model that cannot draft.
 
     >>> load_drafter("ngram").name
     'ngram'
     """
+    check_draft_weights(weights)
     if isinstance(spec, PreTrainedModel):
-        return AssistantDrafter(spec)
+        return AssistantDrafter(spec, weights=weights)
     if isinstance(spec, Drafter) and not isinstance(spec, type):
         _check_attributes(spec)
+        _check_not_made(spec, weights)
         return spec
     if isinstance(spec, str) and spec in NAMED_DRAFTERS:
+        check_has_weights(spec, weights)
         return NAMED_DRAFTERS[spec]()
     if isinstance(spec, (str, os.PathLike)):
-        return _load_folder(Path(spec))
+        return _load_folder(Path(spec), weights)
     raise InvalidArgumentError(f"drafter is {spec!r:.80} ({type(spec).__name__}); {ALLOWED_FORMS}")
+
+
+def check_has_weights(name: str, weights: str | None) -> None:
+    """Raise `InvalidArgumentError` where `weights` is given and the drafter `name` has none."""
+    if weights is not None and name in NAMED_DRAFTERS:
+        raise InvalidArgumentError(
+            f"weights is {weights!r} and the drafter {name!r} has no weights; leave it out, or "
+            "draft with a model or an EAGLE-3 head"
+        )
+
+
+def _check_not_made(drafter: Drafter, weights: str | None) -> None:
+    if weights is not None:
+        raise InvalidArgumentError(
+            f"weights is {weights!r} and the drafter {drafter.name!r} is made already; give "
+            "weights= where the drafter is made, as in "
+            f"AssistantDrafter(model, weights={weights!r})"
+        )
 
 
 def _check_attributes(drafter: Drafter) -> None:
@@ -68,7 +95,7 @@ def _check_attributes(drafter: Drafter) -> None:
         )
 
 
-def _load_folder(folder: Path) -> Drafter:
+def _load_folder(folder: Path, weights: str | None) -> Drafter:
     if not folder.is_dir():
         raise InvalidArgumentError(
             f"drafter is {str(folder)!r}, which is no drafter's name and no folder; {ALLOWED_FORMS}"
@@ -77,7 +104,7 @@ def _load_folder(folder: Path) -> Drafter:
     config = _read_config(folder)
     for is_ours, load in FOLDER_LOADERS:
         if is_ours(config):
-            return load(folder)
+            return load(folder, weights)
     raise DrafterError(
         f"{folder / 'config.json'} has architectures {config.get('architectures')!r}; a drafter "
         "must be a causal language model that transformers knows; load the model yourself and "
@@ -114,7 +141,11 @@ def _is_causal_lm(config: dict[str, Any]) -> bool:
     return isinstance(architectures, list) and any(name in known for name in architectures)
 
 
-def _load_assistant(folder: Path) -> Drafter:
+def _load_head(folder: Path, weights: str | None) -> Drafter:
+    return Eagle3Drafter.from_pretrained(folder, weights=weights)
+
+
+def _load_assistant(folder: Path, weights: str | None) -> Drafter:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, output_loading_info=True
@@ -131,13 +162,14 @@ def _load_assistant(folder: Path) -> Drafter:
             f"the checkpoint in {folder} lacks {len(missing)} weights of "
             f"{type(model).__name__}, {missing[0]} among them; it must hold all; copy it again"
         )
-    return AssistantDrafter(model)
+    return AssistantDrafter(model, weights=weights)
 
 
 NAMED_DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
 # Read from the top: whether a folder's config belongs to the loader, and the loader. A draft head
 # goes before the causal models, some heads carry such a model's class name.
-FOLDER_LOADERS: list[tuple[Callable[[dict[str, Any]], bool], Callable[[Path], Drafter]]] = [
-    (describes_eagle3, Eagle3Drafter.from_pretrained),
+FolderLoader = Callable[[Path, str | None], Drafter]
+FOLDER_LOADERS: list[tuple[Callable[[dict[str, Any]], bool], FolderLoader]] = [
+    (describes_eagle3, _load_head),
     (_is_causal_lm, _load_assistant),
 ]
