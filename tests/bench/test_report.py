@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import struct
 import sys
 from html.parser import HTMLParser
@@ -176,6 +178,25 @@ def test_every_label_is_inside_its_figure() -> None:
             assert box.y1 <= height + 1, text
         for text in axes.get_yticklabels():  # those outside the limits are not drawn
             assert text.get_window_extent().x0 >= -1, text
+
+
+def test_the_shipped_results_make_a_page(tmp_path: Path) -> None:
+    shipped = Path(__file__).parents[2] / "bench" / "results"
+    for name in ("quality.json", "speed.json"):
+        shutil.copy(shipped / name, tmp_path)
+    page, *figures = write_report(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert len(figures) > 10
+    for target in ("tiny-qwen3-moe", "tiny-olmoe", "tiny-gpt-oss"):
+        assert target in text
+
+
+def test_a_file_of_another_version_is_named(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "quality.json").read_text(encoding="utf-8"))
+    del content["summary"]
+    (tmp_path / "quality.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=r"json has no 'summary'; another version"):
+        write_report(tmp_path)
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

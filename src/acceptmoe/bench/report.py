@@ -77,7 +77,7 @@ def write_report(folder: Path) -> list[Path]:
     """Write `report.html` and the PNG files of its figures into `folder`; the files, page first.
 
     Reads quality.json and speed.json there, as far as they exist. Raises `InvalidArgumentError`
-    where neither does, and `MissingPlotExtraError` without matplotlib.
+    where neither does or one is of another version, and `MissingPlotExtraError` without matplotlib.
     """
     found = {name: folder / f"{name}.json" for name in ("quality", "speed")}
     results = {name: load_results(path) for name, path in found.items() if path.is_file()}
@@ -89,10 +89,16 @@ def write_report(folder: Path) -> list[Path]:
     check_matplotlib()
     parts: list[str] = []
     drawn: list[Figure] = []
-    if "quality" in results:
-        parts += quality_parts(results["quality"], drawn)
-    if "speed" in results:
-        parts += speed_parts(results["speed"], drawn)
+    for name, parts_of in (("quality", quality_parts), ("speed", speed_parts)):
+        if name not in results:
+            continue
+        try:
+            parts += parts_of(results[name], drawn)
+        except KeyError as error:
+            raise InvalidArgumentError(
+                f"{found[name]} has no {error}; another version of acceptmoe has written it: "
+                f"measure anew with 'acceptmoe bench run {name}'"
+            ) from error
     parts += calibration_parts(results, drawn)
     for name, result in results.items():
         parts += [heading(f"How {name} was measured"), facts(result.content.get("provenance", {}))]
