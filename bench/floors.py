@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter
 from acceptmoe.drafting.assistant_forward import AssistantForward
-from acceptmoe.drafting.draft_weights import int8_product, rounded
+from acceptmoe.drafting.draft_weights import _rounded, int8_product
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.rounded import Int8Linear
 from acceptmoe.ops.int8_linear import Int8Weight
@@ -30,7 +30,7 @@ from acceptmoe.ops.linear import linear
 # A matrix of the rate's measurement: in float32 8 MB, so that it stays in the last cache.
 RATE_SHAPE = (1024, 2048)  # N, H
 RATE_REPEATS = 15
-INT8_PRODUCT = "acceptmoe_int8_linear"  # among the ways to multiply
+INT8_PRODUCT = "acceptmoe_int8_linears"  # among the ways to multiply
 
 
 @dataclass
@@ -142,7 +142,7 @@ def _counted_head(drafter: Any, work: Work) -> Iterator[None]:
 
     def counted(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         num_rows = rows.numel() // rows.shape[-1]
-        work.add_product(num_rows, rounded(weight) if product is int8_product else weight)
+        work.add_product(num_rows, _rounded(weight) if product is int8_product else weight)
         return product(rows, weight, bias)
 
     with _replaced(drafter.head, "product", counted):

@@ -78,16 +78,8 @@ def load_setup(
 def load_bundled_drafter(
     name: str, target: str, dtype: torch.dtype, factor: int, weights: str | None = None
 ) -> Drafter:
-    """The drafter `name` of a bundled target, as wide as the target; see `draft_weights`.
-
-    Raises `InvalidArgumentError` for `weights` of a drafter without any.
-    """
+    """The drafter `name` of a bundled target, as wide as the target; see `draft_weights`."""
     if name == "ngram":
-        if weights is not None:
-            raise InvalidArgumentError(
-                f"the draft weights are {weights!r} and the drafter is 'ngram', which has no "
-                "weights; leave them out, or choose another drafter"
-            )
         return NgramDrafter()
     if name == "assistant":
         model = load_assistant(target, dtype)

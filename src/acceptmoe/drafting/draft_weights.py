@@ -39,20 +39,19 @@ def check_draft_device(weights: str | None, device: torch.device) -> None:
 
 
 def int8_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by `acceptmoe::int8_linear`, with the `rounded` weight."""
-    return multiply(states, rounded(weight), bias)
+    """`F.linear` by `acceptmoe::int8_linear`.
+
+    A weight is rounded when it is first met, and again after it was changed in place; its rounded
+    form is kept as long as the weight.
+    """
+    return multiply(states, _rounded(weight), bias)
 
 
 _rounded_weights = WeakTensorKeyDictionary()  # of each weight: its version, its `Int8Weight`
 _lock = threading.Lock()
 
 
-def rounded(weight: Tensor) -> Int8Weight:
-    """`weight` in 8 bits.
-
-    It is rounded when it is first met, and again after it was changed in place; its rounded form
-    is kept as long as the weight.
-    """
+def _rounded(weight: Tensor) -> Int8Weight:
     version = -1 if weight.is_inference() else weight._version
     with _lock:
         known: tuple[int, Int8Weight] | None = _rounded_weights.get(weight)  # type: ignore[no-untyped-call]
