@@ -7,10 +7,10 @@ passes and `experts="acceptmoe"`. For every policy and size of tree: the pass, t
 selection, and the rest of a step, beside the floors of the first two. The same texts are decoded
 by the uncompiled loop with Transformers' own experts, for the comparison end to end.
 
-The arms take turns prompt by prompt, each prompt beginning with another one. Before anything is
-timed, every compiled arm must emit the tokens of the same arm uncompiled (most of them: in bfloat16
-two tokens can be as close as the rounding). Every text ends by itself, so that no draft is cut
-short.
+Cells are measured one after the other, and the file is written anew after each. The arms of a cell
+take turns prompt by prompt, each prompt beginning with another one. Before anything is timed, the
+compiled arm must emit the tokens of the same arm uncompiled (most of them: in bfloat16 two tokens
+can be as close as the rounding). Every text ends by itself, so that no draft is cut short.
 
 T is the largest number of rows of the passes that a row stands for (`floor_rows.ROW_BOUNDS`).
 """
@@ -21,6 +21,8 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,9 @@ import torch
 from torch import Tensor
 
 from acceptmoe.bench.results import save_results
-from acceptmoe.bench.setups import DRAFTERS, load_setup
+from acceptmoe.bench.setups import DRAFTERS, Setup, load_setup
 from acceptmoe.bench.workloads import TUNING_SPLIT, encode, end_token_ids, mixed_problems
+from acceptmoe.drafting.draft_weights import DRAFT_WEIGHTS
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 from acceptmoe.targets import target_names
 from floor_arms import STOCK_EXPERTS, Arm, ArmName, check_arm, make_arm
@@ -44,9 +47,12 @@ BUFFER_BYTES = 2**29  # far beyond any cache
 COLUMNS = ("policy", "T", "pass_ms", "floor_ms", "pass_ratio", "draft_ms", "draft_floor_ms")
 COLUMNS += ("draft_ratio", "select_ms", "select_share", "rest_ms", "rest_share")
 
+Result = dict[str, Any]
+"""What is written about some cells; see `merge`."""
+
 
 def measure_in_turn(
-    arms: list[Arm], prompts: list[Tensor], settings: dict[str, Any], rounds: int
+    arms: list[Arm], prompts: list[Tensor], settings: dict[str, Any], rounds: int, cell: str
 ) -> list[float]:
     """Decode every prompt with every arm; the read bandwidths, in bytes/s, from between them."""
     buffer = torch.zeros(BUFFER_BYTES // 8, dtype=torch.int64)
@@ -54,11 +60,13 @@ def measure_in_turn(
     bandwidths = []
     for arm in arms:
         arm.model.acceptmoe.reset_statistics()
-    for number in range(rounds * len(prompts)):
+    num_texts = rounds * len(prompts)
+    for number in range(num_texts):
         first = number % len(arms)
         for arm in [*arms[first:], *arms[:first]]:
             bandwidths.append(read_bandwidth(buffer))
             arm.measure(prompts[number % len(prompts)], settings)
+        show_progress(f"{cell}: text {number + 1} of {num_texts}")
     return bandwidths
 
 
@@ -78,57 +86,67 @@ def parse_cells(texts: list[str]) -> list[ArmName]:
     return cells
 
 
-def measure(options: argparse.Namespace, drafter: str) -> dict[str, Any]:
-    """Everything about one target and drafter."""
-    setup = load_setup(options.target, drafter, dtype=torch.bfloat16, factor=options.factor)
+def measure(options: argparse.Namespace, drafter: str) -> Iterator[Result]:
+    """Everything about one target and drafter, cell by cell."""
+    setup = load_setup(
+        options.target,
+        drafter,
+        dtype=torch.bfloat16,
+        factor=options.factor,
+        draft_weights=options.draft_weights,
+    )
     drawn = mixed_problems(TUNING_SPLIT, options.prompts, SEED)
     prompts = [encode(setup.tokenizer, drawn_.prompt, setup.model.device) for drawn_ in drawn]
+    for name in parse_cells(options.cells):
+        yield measure_cell(setup, name, prompts, options)
+
+
+def measure_cell(
+    setup: Setup, name: ArmName, prompts: list[Tensor], options: argparse.Namespace
+) -> Result:
+    """One compiled arm, and where they are compared the uncompiled loops beside it."""
     end_ids = end_token_ids(setup.model, setup.tokenizer)
     settings = {"do_sample": False, "eos_token_id": end_ids, "pad_token_id": end_ids[0]}
-    sizes = TargetSizes.of(setup.model)
-    compiled, untimed = [], {}
-    for name in parse_cells(options.cells):
-        start = time.perf_counter()
-        arm = make_arm(setup, name, options.backend)
-        untimed[name] = check_arm(setup, arm, prompts, settings)
-        compiled.append(arm)
-        print(f"{drafter}, {name}: ready in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    stock = [
-        make_arm(setup, ArmName(arm.name.policy, arm.name.num_nodes, way))
-        for arm in compiled
-        if arm.name.policy in (DEFAULT_POLICY, FULL_TREES)
-        for way in STOCK_EXPERTS
-    ]
-    for arm in stock:
-        arm.decode(prompts[0], settings)
-    arms = [*compiled, *stock]
-    bandwidths = measure_in_turn(arms, prompts, settings, options.rounds)
-    max_nodes = max(arm.name.num_nodes for arm in compiled)
-    rates = {rows: matrix_rates(rows) for rows in bounds_up_to(max_nodes)}
-    best_rates = {rows: max(found.values()) for rows, found in rates.items()}
+    start = time.perf_counter()
+    arm = make_arm(setup, name, options.backend)
+    untimed = check_arm(setup, arm, prompts, settings)
+    arms = [arm]
+    if name.policy in (DEFAULT_POLICY, FULL_TREES):
+        arms += [make_arm(setup, replace(name, implementation=way)) for way in STOCK_EXPERTS]
+    for stock in arms[1:]:
+        stock.decode(prompts[0], settings)
+    cell = f"{setup.drafter.name} {name.policy}@{name.num_nodes}"
+    show_progress(f"{cell}: ready in {time.perf_counter() - start:.0f} s")
+    bandwidths = measure_in_turn(arms, prompts, settings, options.rounds, cell)
     bandwidth = statistics.median(bandwidths)
-    shown = {"target": options.target, "drafter": drafter, "num_prompts": len(prompts)}
-    rows = [
-        shown | row
-        for arm in compiled
-        for row in rows_of(arm, untimed[arm.name], sizes, bandwidth, best_rates)
-    ]
+    rates = {rows: matrix_rates(rows) for rows in bounds_up_to(name.num_nodes)}
+    rows = rows_of(arm, untimed, TargetSizes.of(setup.model), bandwidth, rates)
+    shown = {
+        "target": setup.target,
+        "drafter": setup.drafter.name,
+        "draft_weights": options.draft_weights,
+        "num_prompts": len(prompts),
+    }
     return {
-        "rows": rows,
+        "rows": [shown | row for row in rows],
         "end_to_end": [shown | row for row in compare_end_to_end(arms)],
-        "read_bytes_per_s": {drafter: bandwidth},
-        "read_bytes_per_s_best": {drafter: max(bandwidths)},
-        "operations_per_s": {drafter: {f"T={rows}": found for rows, found in rates.items()}},
+        "read_bytes_per_s": {cell: bandwidth},
+        "read_bytes_per_s_best": {cell: max(bandwidths)},
+        "operations_per_s": {cell: {f"T={rows}": found for rows, found in rates.items()}},
     }
 
 
-def print_tables(result: dict[str, Any]) -> None:
-    """The parts of a step, then the comparison end to end."""
-    for drafter, bandwidth in result["read_bytes_per_s"].items():
-        print(f"{drafter}: reads {bandwidth / 1e9:.1f} GB/s (median)")
-        for rows, rates in result["operations_per_s"][drafter].items():
+def show_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_tables(result: Result) -> None:
+    """The parts of a cell's steps, then the comparison end to end."""
+    for cell, bandwidth in result["read_bytes_per_s"].items():
+        print(f"{cell}: reads {bandwidth / 1e9:.1f} GB/s (median)")
+        for rows, rates in result["operations_per_s"][cell].items():
             shown = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items())
-            print(f"{drafter}: {rows}, products in Gop/s: {shown}")
+            print(f"{cell}: {rows}, products in Gop/s: {shown}")
     print(f"{'drafter':<10} {'policy':<24} " + " ".join(f"{name:>14}" for name in COLUMNS[1:]))
     for row in result["rows"]:
         cells = ["-" if row[name] is None else f"{row[name]:.3g}" for name in COLUMNS[1:]]
@@ -137,7 +155,8 @@ def print_tables(result: dict[str, Any]) -> None:
         print(
             f"{row['drafter']}, {row['policy']}, T = {row['T']}: "
             f"{row['compiled_tokens_per_s']:.1f} tokens/s, {row['ratio']:.2f} times the loop with "
-            f"{row['best_stock_experts']}; same text {row['num_same']} of {row['num_texts']}"
+            f"{row['best_stock_experts']}; same text {row['num_same']} of {row['num_texts']}",
+            flush=True,
         )
 
 
@@ -145,6 +164,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="tiny-qwen3-moe", choices=target_names())
     parser.add_argument("--drafter", action="append", choices=DRAFTERS, help="default: eagle3")
+    parser.add_argument("--draft-weights", choices=DRAFT_WEIGHTS, help="default: not rounded")
     parser.add_argument(
         "--cells",
         nargs="+",
@@ -166,8 +186,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The lists of all parts one after the other, and their dictionaries as one."""
+def merge(parts: list[Result]) -> Result:
+    """The lists of all parts one after the other, and their dictionaries as one.
+
+    >>> merge([{"rows": [1], "rates": {"a": 2}}, {"rows": [3], "rates": {"b": 4}}])
+    {'rows': [1, 3], 'rates': {'a': 2, 'b': 4}}
+    """
     merged = dict(parts[0])
     for part in parts[1:]:
         for key, value in part.items():
@@ -175,15 +199,25 @@ def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def save(options: argparse.Namespace, parts: list[Result]) -> None:
+    """Write what has been measured so far."""
+    result = merge(parts)
+    rows = result.pop("rows")
+    names = ("factor", "rounds", "backend", "draft_weights")
+    settings = {name: getattr(options, name) for name in names}
+    save_results(options.out, "floor", rows, seed=SEED, **settings, **result)
+
+
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    result = merge([measure(options, drafter) for drafter in options.drafter])
-    print_tables(result)
-    if options.out is not None:
-        rows = result.pop("rows")
-        settings = {name: getattr(options, name) for name in ("factor", "rounds", "backend")}
-        save_results(options.out, "floor", rows, seed=SEED, **settings, **result)
+    parts: list[Result] = []
+    for drafter in options.drafter:
+        for part in measure(options, drafter):
+            print_tables(part)
+            parts.append(part)
+            if options.out is not None:
+                save(options, parts)  # after every cell: a run that is cut short keeps its rows
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from acceptmoe.bench.workloads import (
     end_token_ids,
     mixed_problems,
 )
+from acceptmoe.drafting.draft_weights import DRAFT_WEIGHTS
 from confirm_decoding import ConfirmCounts, generate_confirming
 
 NATURAL_TREES = (chain(6), Tree(8, 5), Tree(16, 5), Tree(32, 5))
@@ -205,9 +206,10 @@ def make_arm(setup: Setup, name: ArmName, experts: str | None) -> PlainArm:
     return (NaturalArm if name.mode == NATURAL else ConfirmArm)(setup, name, experts)
 
 
-def check_exact(target: str, drafter: str, constraints: Sequence[str], experts: str | None) -> None:
+def check_exact(arguments: argparse.Namespace) -> None:
     """Raise `MeasurementError` unless confirmed texts are plain `generate`'s in fp32."""
-    setup = load_setup(target, drafter)
+    target, constraints, experts = arguments.target, arguments.constraint, arguments.experts
+    setup = load_setup(target, arguments.drafter, draft_weights=arguments.draft_weights)
     arms = [PlainArm(setup)]
     arms += [
         ConfirmArm(setup, ArmName(CONFIRM, CONFIRM_TREES[0], constraint), experts)
@@ -233,6 +235,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> list[Row]:
         arguments.drafter,
         dtype=DTYPES[arguments.dtype],
         factor=arguments.widen,
+        draft_weights=arguments.draft_weights,
     )
     names = [ArmName(PLAIN), *(ArmName(NATURAL, tree) for tree in NATURAL_TREES)]
     names += [
@@ -421,6 +424,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--widen", type=int, default=16, help="hidden 128 times this")
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
     parser.add_argument("--drafter", default="eagle3", choices=("assistant", "eagle3"))
+    parser.add_argument("--draft-weights", choices=DRAFT_WEIGHTS, help="default: not rounded")
     parser.add_argument("--experts", choices=("acceptmoe",))
     parser.add_argument(
         "--constraint", action="append", help="policy of the first pass; repeatable"
@@ -440,7 +444,7 @@ def main() -> None:
     arguments, console = parse(), Console()
     console.width = max(100, console.width)  # into a file it would be 80
     torch.set_num_threads(arguments.threads)
-    check_exact(arguments.target, arguments.drafter, arguments.constraint, arguments.experts)
+    check_exact(arguments)
     rows = measure(arguments, console)
     decision = decide(rows)
     save_results(
@@ -449,6 +453,7 @@ def main() -> None:
         rows,
         seed=arguments.seed,
         drafter=arguments.drafter,
+        draft_weights=arguments.draft_weights,
         factor=arguments.widen,
         dtype=arguments.dtype,
         experts=arguments.experts,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ from acceptmoe import wrap
 from acceptmoe.bench.demo import twin_of
 from acceptmoe.bench.setups import Setup
 from acceptmoe.bench.token_clock import TimedText, generate_timed
-from acceptmoe.drafting import Drafter, Eagle3Drafter
 from acceptmoe.policies import load_policy
 from floors import Work, counted_products
 from recorded_routing import RecordedRouting
@@ -61,18 +59,6 @@ class Arm:
         self.steps += self.log.steps()
 
 
-def drafter_of(setup: Setup) -> Drafter:
-    """A drafter for one arm, on the same weights.
-
-    An EAGLE-3 head multiplies by our kernels or by torch's, as the last `wrap` of it said, so arms
-    that differ in that need a head each.
-    """
-    drafter = setup.drafter
-    if not isinstance(drafter, Eagle3Drafter):
-        return drafter
-    return Eagle3Drafter(copy.copy(drafter.head), topk=drafter.topk)
-
-
 def make_arm(setup: Setup, name: ArmName, backend: str = "inductor") -> Arm:
     """A twin on the same weights, wrapped as `name` says; `backend` compiles its passes."""
     twin = twin_of(setup.model)
@@ -82,7 +68,7 @@ def make_arm(setup: Setup, name: ArmName, backend: str = "inductor") -> Arm:
     model = wrap(
         twin,
         setup.table,
-        drafter=drafter_of(setup),
+        drafter=setup.drafter,  # all arms share it: each text tells it how to multiply
         policy=load_policy(name.policy),
         num_nodes=name.num_nodes,
         max_depth=MAX_DEPTH,

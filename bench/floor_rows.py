@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from floor_arms import STOCK_EXPERTS, Arm, Untimed
-from floors import TargetSizes, compute_ms, floor_ms, read_ms
+from floors import TargetSizes, best_rate, compute_ms, floor_ms, read_ms
 from step_log import Step
 
 MIN_PASSES = 5  # of one range, for a row
@@ -33,12 +33,16 @@ def bound_of(num_nodes: int) -> int:
 
 
 def rows_of(
-    arm: Arm, untimed: Untimed, sizes: TargetSizes, bytes_per_s: float, rates: dict[int, float]
+    arm: Arm,
+    untimed: Untimed,
+    sizes: TargetSizes,
+    bytes_per_s: float,
+    rates: dict[int, dict[str, float]],
 ) -> list[dict[str, Any]]:
     """A row for each range of passes that `arm` has run often enough; T is the most rows of it.
 
-    `rates` are operations per second by T. A policy may leave nodes out of a draft, so trees of up
-    to 16 nodes can fall into several ranges.
+    `rates` are those of `matrix_rates` by T. A policy may leave nodes out of a draft, so trees of
+    up to 16 nodes can fall into several ranges.
     """
     report = arm.model.acceptmoe.report()
     by_bound: dict[int, list[Step]] = defaultdict(list)
@@ -50,25 +54,28 @@ def rows_of(
         "num_nodes": arm.name.num_nodes,
         "accepted_length": report["accepted_length"],
         "num_compilations": report["compiled"]["num_compilations"],
+        "num_draft_compilations": report["compiled"]["num_draft_compilations"],
         "same_as_uncompiled": untimed.num_same,
     }
+    num_layers, draft_weights = report["num_sparse_layers"], report["draft_weights"]
     return [
         {"T": bound, **shared}
-        | parts_of(by_bound[bound], report["num_sparse_layers"], untimed, sizes, bytes_per_s, rate)
-        for bound, rate in sorted(rates.items())
-        if len(by_bound[bound]) >= MIN_PASSES
+        | pass_parts(steps, num_layers, sizes, bytes_per_s, best_rate(rates[bound]))
+        | draft_parts(steps, untimed, bytes_per_s, best_rate(rates[bound], draft_weights))
+        | other_parts(steps, untimed)
+        for bound, steps in sorted(by_bound.items())
+        if bound in rates and len(steps) >= MIN_PASSES
     ]
 
 
-def parts_of(
+def pass_parts(
     steps: list[Step],
     num_layers: int,
-    untimed: Untimed,
     sizes: TargetSizes,
     bytes_per_s: float,
     operations_per_s: float,
 ) -> dict[str, Any]:
-    """Medians over steps whose passes fall in one range, and the floors of these very passes."""
+    """The median pass of steps of one range, and the floors of these very passes."""
     counts = [step.routing for step in steps if step.routing is not None]
     works = [
         sizes.pass_work(
@@ -76,30 +83,47 @@ def parts_of(
         )
         for step, count in zip(steps, counts, strict=True)
     ]
-    pass_ms, draft_ms, rest_ms = (
-        statistics.median(getattr(step, name) for step in steps)
-        for name in ("pass_ms", "draft_ms", "rest_ms")
-    )
+    pass_ms = statistics.median(step.pass_ms for step in steps)
     floor = statistics.median(floor_ms(work, bytes_per_s, operations_per_s) for work in works)
-    draft_floor = read_ms(untimed.draft, bytes_per_s)
     return {
         "pass_ms": pass_ms,
         "floor_ms": floor,
         "pass_ratio": pass_ms / floor,
         "floor_read_ms": statistics.median(read_ms(work, bytes_per_s) for work in works),
         "floor_compute_ms": statistics.median(compute_ms(w, operations_per_s) for w in works),
-        "draft_ms": draft_ms,
-        "draft_floor_ms": draft_floor,
-        "draft_ratio": draft_ms / draft_floor if draft_floor else None,
-        "draft_compute_ms": compute_ms(untimed.draft, operations_per_s),
-        "select_ms": untimed.select_ms,
-        "select_share": untimed.select_ms / pass_ms,
-        "rest_ms": rest_ms,
-        "rest_share": rest_ms / pass_ms,
         "mean_nodes": statistics.fmean(step.num_nodes for step in steps),
         "experts_used": statistics.fmean(count.experts_used for count in counts),
         "natural_union": statistics.fmean(count.natural_union for count in counts),
         "num_passes": len(steps),
+    }
+
+
+def draft_parts(
+    steps: list[Step], untimed: Untimed, bytes_per_s: float, operations_per_s: float
+) -> dict[str, Any]:
+    """The median draft, and the floors of the arm's average one."""
+    draft_ms = statistics.median(step.draft_ms for step in steps)
+    floor = read_ms(untimed.draft, bytes_per_s)
+    return {
+        "draft_ms": draft_ms,
+        "draft_floor_ms": floor,
+        "draft_ratio": draft_ms / floor if floor else None,
+        "draft_compute_ms": compute_ms(untimed.draft, operations_per_s),
+        "draft_bytes": untimed.draft.num_bytes,
+        "draft_operations": untimed.draft.num_operations,
+    }
+
+
+def other_parts(steps: list[Step], untimed: Untimed) -> dict[str, Any]:
+    """The selection and what is left of a step, beside the pass."""
+    pass_ms, rest_ms = (
+        statistics.median(getattr(step, name) for step in steps) for name in ("pass_ms", "rest_ms")
+    )
+    return {
+        "select_ms": untimed.select_ms,
+        "select_share": untimed.select_ms / pass_ms,
+        "rest_ms": rest_ms,
+        "rest_share": rest_ms / pass_ms,
     }
 
 

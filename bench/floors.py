@@ -5,10 +5,11 @@ Axes: T rows, E experts, K experts per row, H inputs, N outputs.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter
+from acceptmoe.drafting.assistant_forward import AssistantForward
+from acceptmoe.drafting.draft_weights import _rounded, int8_product
 from acceptmoe.models.adapter import MoEAdapter
+from acceptmoe.models.rounded import Int8Linear
+from acceptmoe.ops.int8_linear import Int8Weight
+from acceptmoe.ops.int8_linear import multiply as int8_multiply
 from acceptmoe.ops.linear import linear
 
 # A matrix of the rate's measurement: in float32 8 MB, so that it stays in the last cache.
 RATE_SHAPE = (1024, 2048)  # N, H
 RATE_REPEATS = 15
+INT8_PRODUCT = "acceptmoe_int8_linears"  # among the ways to multiply
 
 
 @dataclass
@@ -33,10 +40,14 @@ class Work:
     num_bytes: float = 0.0
     num_operations: float = 0.0
 
-    def add_product(self, num_rows: int, weight: Tensor) -> None:
+    def add_product(self, num_rows: int, weight: Tensor | Int8Weight) -> None:
         """Count `num_rows` rows times `weight`, which is read once for all of them."""
         self.num_bytes += weight.nbytes
-        self.num_operations += 2 * num_rows * weight.numel()
+        self.num_operations += 2 * num_rows * math.prod(weight.shape)
+
+
+Counting = Callable[[Any, Work], AbstractContextManager[None]]
+"""Adds to the work what a drafter multiplies inside."""
 
 
 def read_ms(work: Work, bytes_per_s: float) -> float:
@@ -99,37 +110,84 @@ class TargetSizes:
 def counted_products(drafter: Drafter) -> Iterator[Work]:
     """Count what the products of `drafter` read and compute while the body runs.
 
-    A weight counts each time it is read: once a level of the tree, and once for the committed
-    tokens. A drafter without weights counts nothing.
+    A weight counts each time it is read, in the precision in which it is: once a level of the tree,
+    and once for the committed tokens. A drafter without weights counts nothing.
     """
     work = Work()
     if isinstance(drafter, Eagle3Drafter):
-        head: Any = drafter.head
-        multiply = head.multiply
-
-        def counted(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            work.add_product(rows.numel() // rows.shape[-1], weight)
-            return multiply(rows, weight, bias)
-
-        head.multiply = counted
-        try:
-            yield work
-        finally:
-            del head.multiply
+        count: Counting = _counted_head
     elif isinstance(drafter, AssistantDrafter):
-
-        def count(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-            work.add_product(args[0].numel() // args[0].shape[-1], layer.weight)
-
-        layers = [module for module in drafter.model.modules() if isinstance(module, nn.Linear)]
-        handles = [layer.register_forward_hook(count) for layer in layers]
-        try:
-            yield work
-        finally:
-            for handle in handles:
-                handle.remove()
+        count = _counted_forward
     else:
         yield work
+        return
+    # Each text chooses anew what multiplies; counting goes around what it has chosen.
+    with ExitStack() as counting:
+        choose = drafter.use_kernels
+
+        def use_kernels(**options: Any) -> None:
+            counting.close()
+            choose(**options)
+            counting.enter_context(count(drafter, work))
+
+        counting.enter_context(count(drafter, work))
+        with _replaced(drafter, "use_kernels", use_kernels):
+            yield work
+
+
+@contextmanager
+def _counted_head(drafter: Any, work: Work) -> Iterator[None]:
+    """Count every product of an EAGLE-3 head."""
+    product = drafter.head.product
+
+    def counted(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        num_rows = rows.numel() // rows.shape[-1]
+        work.add_product(num_rows, _rounded(weight) if product is int8_product else weight)
+        return product(rows, weight, bias)
+
+    with _replaced(drafter.head, "product", counted):
+        yield
+
+
+@contextmanager
+def _counted_forward(drafter: Any, work: Work) -> Iterator[None]:
+    """Count the linear layers of an assistant, forward by forward.
+
+    Around the calls of its forward, because hooks of layers do not run in a compiled one.
+    """
+    forward: AssistantForward = drafter._forward
+    output_layer = forward.model.get_output_embeddings()
+    layers = [m for m in forward.model.modules() if isinstance(m, (nn.Linear, Int8Linear))]
+    read, expand = forward.read, forward.expand
+
+    def add(num_rows: int, num_outputs: int) -> None:
+        for layer in layers:
+            weight = layer.rounded if isinstance(layer, Int8Linear) else layer.weight
+            work.add_product(num_outputs if layer is output_layer else num_rows, weight)
+
+    def counted_read(tokens: list[int], num_cached: int) -> Tensor:
+        add(len(tokens), num_outputs=1)  # only the logits of the last one are wanted
+        return read(tokens, num_cached)
+
+    def counted_expand(tokens: Tensor, *others: Any) -> Tensor:
+        add(len(tokens), num_outputs=len(tokens))
+        return expand(tokens, *others)
+
+    with _replaced(forward, "read", counted_read), _replaced(forward, "expand", counted_expand):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner` has another attribute `name` inside."""
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(before)
 
 
 def read_bandwidth(buffer: Tensor) -> float:
@@ -143,17 +201,18 @@ def read_bandwidth(buffer: Tensor) -> float:
 def matrix_rates(num_rows: int) -> dict[str, float]:
     """Operations per second of T rows times a matrix in the last cache, by who multiplies.
 
-    Medians; the ways take turns. The best of them is the machine's rate, so that a slow product of
-    one dtype makes no floor look near.
+    Medians; the ways take turns. See `best_rate`.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(RATE_SHAPE, generator=generator)
     rows = torch.randn(num_rows, RATE_SHAPE[1], generator=generator)
     short_weight, short_rows = weight.bfloat16(), rows.bfloat16()
+    rounded_weight = Int8Weight.of(weight)
     ways: dict[str, Callable[[], Tensor]] = {
         "torch_bfloat16": lambda: F.linear(short_rows, short_weight),
         "torch_float32": lambda: F.linear(rows, weight),
         "acceptmoe_linear": lambda: linear(short_rows, short_weight, None),
+        INT8_PRODUCT: lambda: int8_multiply(short_rows, rounded_weight),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(RATE_REPEATS):
@@ -164,3 +223,16 @@ def matrix_rates(num_rows: int) -> dict[str, float]:
             seconds[name].append(time.perf_counter() - start)
     num_operations = 2 * num_rows * weight.numel()
     return {name: num_operations / statistics.median(times) for name, times in seconds.items()}
+
+
+def best_rate(rates: dict[str, float], weights: str | None = None) -> float:
+    """The machine's rate of products with weights as they are, or with rounded ones ("int8").
+
+    The best way counts, so that a slow product of one dtype makes no floor look near.
+
+    >>> best_rate({"torch_bfloat16": 2.0, "acceptmoe_linear": 3.0, INT8_PRODUCT: 5.0})
+    3.0
+    """
+    if weights == "int8":
+        return rates[INT8_PRODUCT]
+    return max(rate for name, rate in rates.items() if name != INT8_PRODUCT)

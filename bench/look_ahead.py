@@ -15,7 +15,6 @@ from torch import Tensor
 from acceptmoe.bench.chains import LikeliestPath
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter
 from acceptmoe.errors import DrafterError
-from acceptmoe.models.kv import keep_path
 from acceptmoe.tree import DraftTree
 
 
@@ -77,11 +76,11 @@ class AssistantLookAhead(LookAhead):
 
     def _take_back(self, num_tokens: int) -> None:
         drafter = self._drafter
-        drafter._drop_drafted()
+        drafter._row_of = None  # its rows lie behind tokens that are gone
         del drafter._text[-num_tokens:]
-        # The last token of the text is read anew by the next draft, which needs its logits.
+        # The last token of the text is read anew by the next draft, which needs its logits and
+        # drops what lies behind the cached tokens.
         drafter._num_cached = min(drafter._num_cached, len(drafter._text) - 1)
-        keep_path(drafter._cache, drafter._num_cached, ())
 
 
 class Eagle3LookAhead(LookAhead):

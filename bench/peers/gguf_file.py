@@ -1,7 +1,8 @@
 """A Qwen3-MoE target or a dense Qwen3 drafter of Transformers as a GGUF file for llama.cpp.
 
 Names and metadata are those of llama.cpp's architectures `qwen3moe` and `qwen3`. Matrices stay
-bfloat16; norms and routers become float32, as in llama.cpp's own conversions. The file has no
+bfloat16, or are rounded to llama.cpp's Q8_0 (whole numbers of 8 bits and a scale for each 32 of
+them); norms and routers become float32, as in llama.cpp's own conversions. The file has no
 tokenizer (its kind is "none"): prompts are given as token ids.
 
 Axes: V vocabulary, H hidden, E experts, I inner.
@@ -39,6 +40,7 @@ LAYER_TENSORS = {
 }
 STACKED = "mlp.experts.gate_up_proj"  # [E, gate then up, H]; llama.cpp has one tensor for each
 IN_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight")
+Q8_0_GROUP = 32  # numbers of a row that share a scale
 
 
 def gguf_metadata(config: Any) -> dict[str, str | int | float]:
@@ -111,10 +113,19 @@ def _converted(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name, tensor.float() if name.endswith(IN_FLOAT32) else tensor.bfloat16().contiguous()
 
 
-def write_gguf(path: Path, config: Any, state: Mapping[str, Tensor]) -> None:
-    """Write the file; needs the package `gguf`."""
+def suits_q8_0(tensor: Tensor) -> bool:
+    """Whether a tensor of `gguf_tensors` is a matrix that Q8_0 can hold."""
+    is_matrix = tensor.dim() == 2 and tensor.dtype == torch.bfloat16
+    return is_matrix and tensor.shape[1] % Q8_0_GROUP == 0
+
+
+def write_gguf(
+    path: Path, config: Any, state: Mapping[str, Tensor], *, is_rounded: bool = False
+) -> None:
+    """Write the file, with matrices in Q8_0 if `is_rounded`; needs the package `gguf`."""
     import gguf  # here, so that names and metadata can be had without it
 
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
     writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
     for key, value in gguf_metadata(config).items():
         if isinstance(value, str):
@@ -126,6 +137,9 @@ def write_gguf(path: Path, config: Any, state: Mapping[str, Tensor]) -> None:
     for name, tensor in gguf_tensors(state):
         if tensor.dtype == torch.float32:
             writer.add_tensor(name, tensor.numpy())
+        elif is_rounded and suits_q8_0(tensor):
+            rounded = gguf.quants.quantize(tensor.float().numpy(), q8_0)
+            writer.add_tensor(name, rounded, raw_dtype=q8_0)
         else:  # numpy has no bfloat16: bytes, of which GGUF makes the shape in numbers
             number_bytes = tensor.view(torch.uint8).numpy()
             writer.add_tensor(name, number_bytes, raw_dtype=gguf.GGMLQuantizationType.BF16)

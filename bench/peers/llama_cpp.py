@@ -8,7 +8,8 @@ this file's name.
 
 The widened Qwen3-MoE target (hidden 2048, bfloat16) and its dense drafter are written as GGUF files
 into a temporary folder. llama.cpp decodes plainly, with flash attention and without, and with
-chains of the drafter as its own speculative decoding does.
+chains of the drafter as its own speculative decoding does. With `--draft-weights int8` our arms
+draft with weights of 8 bits, and llama.cpp has a second drafter, with weights in its Q8_0.
 
 First every engine decodes every prompt untimed, and the texts are compared: llama.cpp and natural
 trees must emit the tokens of Transformers' plain `generate`, but where two tokens are as likely as
@@ -50,6 +51,7 @@ from acceptmoe.bench.workloads import (
     parse_tree,
 )
 from acceptmoe.drafting import AssistantDrafter
+from acceptmoe.drafting.draft_weights import DRAFT_WEIGHTS
 from acceptmoe.policies import DEFAULT_POLICY, load_policy
 
 from .engines import (
@@ -111,14 +113,16 @@ def plain_engine(name: str, context: Context, end_ids: list[int]) -> Engine:
     return Engine(LLAMA, f"{PLAIN} {name}", decode)
 
 
-def drafted_engine(target: Context, drafter: Context, draft: Draft, end_ids: list[int]) -> Engine:
-    """llama.cpp's decoding with chains of the drafter, which it verifies in one pass."""
+def drafted_engine(
+    target: Context, name: str, drafter: Context, draft: Draft, end_ids: list[int]
+) -> Engine:
+    """llama.cpp's decoding with chains of the drafter `name`, which it verifies in one pass."""
 
     def decode(prompt: Tensor) -> tuple[list[int], float]:
         tokens = prompt[0].tolist()
         return generate_drafted(target, drafter, draft, tokens, num_new(prompt), end_ids)
 
-    return Engine(LLAMA, str(draft), decode, num_nodes=draft.num_tokens + 1)
+    return Engine(LLAMA, f"{name}:{draft}", decode, num_nodes=draft.num_tokens + 1)
 
 
 def tree_engine(
@@ -203,17 +207,17 @@ def natural_passes(
 
 def load_llama(
     setup: Setup, options: argparse.Namespace, opened: ExitStack
-) -> tuple[dict[str, Context], Context]:
-    """The target's contexts, by the name of their attention, and the drafter's."""
+) -> tuple[dict[str, Context], dict[str, Context]]:
+    """The target's contexts, by the name of their attention, and the drafters', by name."""
     from .llama_engine import LlamaContext, LlamaModel  # here: all else runs without llama.cpp
 
     folder = Path(opened.enter_context(TemporaryDirectory(prefix="acceptmoe-gguf-")))
     drafter = load_bundled_drafter("assistant", TARGET, torch.bfloat16, options.factor)
     assert isinstance(drafter, AssistantDrafter)
 
-    def load(name: str, model: Any) -> LlamaModel:
+    def load(name: str, model: Any, *, is_rounded: bool = False) -> LlamaModel:
         path = folder / f"{name}.gguf"
-        write_gguf(path, model.config, model.state_dict())
+        write_gguf(path, model.config, model.state_dict(), is_rounded=is_rounded)
         return opened.enter_context(closing(LlamaModel(path)))
 
     def context(model: LlamaModel, flash_attention: bool) -> Context:
@@ -227,23 +231,46 @@ def load_llama(
 
     target = load("target", setup.model)
     contexts = {name: context(target, is_flash) for name, is_flash in FLASH_ATTENTION.items()}
-    return contexts, context(load("drafter", drafter.model), flash_attention=True)
+    drafters = {
+        name: context(load(name, drafter.model, is_rounded=is_rounded), flash_attention=True)
+        for name, is_rounded in drafters_of(options.draft_weights).items()
+    }
+    return contexts, drafters
+
+
+def drafters_of(draft_weights: str | None) -> dict[str, bool]:
+    """Names of llama.cpp's drafters, and whether their weights are rounded.
+
+    >>> drafters_of(None)
+    {'draft': False}
+    >>> drafters_of("int8")
+    {'draft': False, 'draft-q8': True}
+    """
+    return {"draft": False} if draft_weights is None else {"draft": False, "draft-q8": True}
 
 
 def measure(options: argparse.Namespace, console: Console) -> list[Row]:
     """All rows. Raises `OtherModelError` when an engine computes another model."""
-    setup = load_setup(TARGET, options.drafter, dtype=torch.bfloat16, factor=options.factor)
+    setup = load_setup(
+        TARGET,
+        options.drafter,
+        dtype=torch.bfloat16,
+        factor=options.factor,
+        draft_weights=options.draft_weights,
+    )
     drawn = mixed_problems(TEST_SPLIT, options.prompts, SEED)
     prompts = [encode(setup.tokenizer, problem.prompt, setup.model.device) for problem in drawn]
     end_ids = end_token_ids(setup.model, setup.tokenizer)
     settings = {"do_sample": False, "eos_token_id": end_ids, "pad_token_id": end_ids[0]}
     keywords = {"experts": options.experts, "compile": options.compile}
     with ExitStack() as opened:
-        contexts, drafter = load_llama(setup, options, opened)
+        contexts, drafters = load_llama(setup, options, opened)
         engines = [transformers_engine(setup, settings)]
         engines += [plain_engine(name, context, end_ids) for name, context in contexts.items()]
         engines += [
-            drafted_engine(contexts["flash"], drafter, draft, end_ids) for draft in options.draft
+            drafted_engine(contexts["flash"], name, drafter, draft, end_ids)
+            for draft in options.draft
+            for name, drafter in drafters.items()
         ]
         engines += [
             tree_engine(setup, policy, tree, settings, keywords) for policy, tree in options.arm
@@ -323,6 +350,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="chains of llama.cpp, and how likely their tokens must be; repeatable",
     )
     parser.add_argument("--drafter", default="assistant", choices=DRAFTERS, help="of our arms")
+    parser.add_argument(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        help="of our arms' drafter; llama.cpp gets a rounded one, too (default: not rounded)",
+    )
     parser.add_argument("--experts", default="acceptmoe", choices=("acceptmoe", "none"))
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--factor", type=int, default=16, help="hidden 128 becomes 2048")
@@ -364,7 +396,16 @@ def main() -> None:
 def recorded_settings(options: argparse.Namespace) -> dict[str, Any]:
     from .llama_engine import system_features
 
-    names = ("drafter", "experts", "compile", "factor", "prompts", "rounds", "threads")
+    names = (
+        "drafter",
+        "draft_weights",
+        "experts",
+        "compile",
+        "factor",
+        "prompts",
+        "rounds",
+        "threads",
+    )
     return {
         **{name: getattr(options, name) for name in names},
         **{name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},

@@ -41,7 +41,7 @@ class Draft:
     min_probability: float = 0.0
 
     def __str__(self) -> str:
-        return f"draft:{self.num_tokens}:{self.min_probability:g}"
+        return f"{self.num_tokens}:{self.min_probability:g}"
 
 
 def generate_plain(

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from acceptmoe.bench.workloads import Tree, chain
-from peers.llama_cpp import parse, parse_arm, parse_draft, threads_sleep
+from peers.llama_cpp import drafters_of, parse, parse_arm, parse_draft, threads_sleep
 from peers.llama_decoding import Draft
 
 
@@ -38,6 +38,12 @@ def test_given_arms_take_the_place_of_the_default() -> None:
     assert [str(tree) for _, tree in options.arm] == ["16:5", "16:5"]
     assert options.draft == [Draft(2)]
     assert (options.prompts, options.rounds) == (2, 1)
+
+
+def test_rounded_drafts_are_given_to_both() -> None:
+    assert drafters_of(parse([]).draft_weights) == {"draft": False}
+    options = parse(["--draft-weights", "int8"])
+    assert drafters_of(options.draft_weights) == {"draft": False, "draft-q8": True}
 
 
 def test_sleeping_threads_are_refused(

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from eagle3_fixtures import random_head, small_target
+from test_assistant import llama
 from transformers import PreTrainedModel
 
 import acceptmoe
@@ -77,19 +78,23 @@ def test_a_bundled_target_with_its_head_emits_its_own_text() -> None:
     assert 0 < counts.num_drafted_true < counts.num_drafted
 
 
-@pytest.mark.parametrize("kind", ["assistant", "eagle3"])
+@pytest.mark.parametrize("kind", ["assistant", "compiled assistant", "eagle3"])
 def test_drafts_do_not_depend_on_what_was_looked_at_ahead(kind: str) -> None:
     target = small_target().requires_grad_(False)
     generator = torch.Generator().manual_seed(3)
 
     def features(count: int) -> torch.Tensor | None:
-        if kind == "assistant":
+        if kind != "eagle3":
             return None
         return torch.randn(count, 60, generator=generator)
 
     def make() -> Drafter:
         if kind == "assistant":
             return AssistantDrafter(target, num_children=3, frontier=3)
+        if kind == "compiled assistant":
+            assistant = AssistantDrafter(llama(), num_children=3, frontier=3)
+            assistant.use_kernels(is_wanted=False, backend="aot_eager")
+            return assistant
         drafter = Eagle3Drafter(random_head(), topk=3)
         drafter.check_target(target)
         return drafter

@@ -7,7 +7,7 @@ import torch
 from eagle3_fixtures import small_target
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from peers.gguf_file import gguf_metadata, gguf_tensors
+from peers.gguf_file import gguf_metadata, gguf_tensors, suits_q8_0
 
 NAMES_OF_A_LAYER = {
     *(f"attn_{name}.weight" for name in ("norm", "q", "k", "v", "output", "q_norm", "k_norm")),
@@ -93,3 +93,19 @@ def test_a_target_that_llama_cpp_computes_otherwise_is_refused() -> None:
 def test_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mlp\.bias is no tensor of a Qwen3 model"):
         list(gguf_tensors({"model.layers.0.mlp.bias": torch.zeros(2)}))
+
+
+def test_matrices_can_be_rounded_and_norms_cannot() -> None:
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=40,  # no multiple of 32, in `down_proj`
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    tensors = dict(gguf_tensors(Qwen3ForCausalLM(config).bfloat16().state_dict()))
+    unrounded = {name for name, tensor in tensors.items() if not suits_q8_0(tensor)}
+    norms = {f"blk.0.{name}_norm.weight" for name in ("attn", "ffn", "attn_q", "attn_k")}
+    assert unrounded == norms | {"output_norm.weight", "blk.0.ffn_down.weight"}

@@ -36,10 +36,14 @@ class Int8Linear(nn.Module):
         bias = None if linear.bias is None else linear.bias.detach().float()
         self.register_buffer("bias", bias, persistent=False)
 
+    @property
+    def rounded(self) -> Int8Weight:
+        """The weight that is multiplied with."""
+        return Int8Weight(self.values, self.scales, (self.out_features, self.in_features))
+
     def forward(self, states: Tensor) -> Tensor:
         """[..., H] to [..., N]."""
-        shape = (self.out_features, self.in_features)
-        return multiply(states, Int8Weight(self.values, self.scales, shape), self.bias)
+        return multiply(states, self.rounded, self.bias)
 
 
 def rounded_copy(model: Module) -> Module:

@@ -71,6 +71,11 @@ class Int8Weight:
             (num_outputs, num_inputs),
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads: values and scales, the padding included."""
+        return self.values.nbytes + self.scales.nbytes
+
     def dequantize(self) -> Tensor:
         """[N, H] fp32: the weight that products are taken with."""
         num_outputs, num_inputs = self.shape
