@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter
 from acceptmoe.drafting.assistant_forward import AssistantForward
-from acceptmoe.drafting.draft_weights import _rounded, int8_product
+from acceptmoe.drafting.draft_weights import int8_product, rounded_weight
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.rounded import Int8Linear
 from acceptmoe.ops.int8_linear import Int8Weight
@@ -142,7 +142,7 @@ def _counted_head(drafter: Any, work: Work) -> Iterator[None]:
 
     def counted(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         num_rows = rows.numel() // rows.shape[-1]
-        work.add_product(num_rows, _rounded(weight) if product is int8_product else weight)
+        work.add_product(num_rows, rounded_weight(weight) if product is int8_product else weight)
         return product(rows, weight, bias)
 
     with _replaced(drafter.head, "product", counted):
@@ -207,12 +207,12 @@ def matrix_rates(num_rows: int) -> dict[str, float]:
     weight = torch.randn(RATE_SHAPE, generator=generator)
     rows = torch.randn(num_rows, RATE_SHAPE[1], generator=generator)
     short_weight, short_rows = weight.bfloat16(), rows.bfloat16()
-    rounded_weight = Int8Weight.of(weight)
+    rounded = Int8Weight.of(weight)
     ways: dict[str, Callable[[], Tensor]] = {
         "torch_bfloat16": lambda: F.linear(short_rows, short_weight),
         "torch_float32": lambda: F.linear(rows, weight),
         "acceptmoe_linear": lambda: linear(short_rows, short_weight, None),
-        INT8_PRODUCT: lambda: int8_multiply(short_rows, rounded_weight),
+        INT8_PRODUCT: lambda: int8_multiply(short_rows, rounded),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(RATE_REPEATS):

@@ -61,8 +61,8 @@ def test_a_head_multiplies_with_rounded_weights_only_in_its_own_drafter(tmp_path
 def test_a_weight_is_rounded_once_and_again_when_it_has_changed() -> None:
     weight, states = torch.randn(5, 16), torch.randn(2, 16)
     first = int8_product(states, weight)
-    kept = draft_weights._rounded(weight)
-    assert draft_weights._rounded(weight) is kept
+    kept = draft_weights.rounded_weight(weight)
+    assert draft_weights.rounded_weight(weight) is kept
     weight.mul_(2)
     torch.testing.assert_close(int8_product(states, weight), 2 * first)
     num_known = len(draft_weights._rounded_weights)

@@ -44,14 +44,15 @@ def int8_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     A weight is rounded when it is first met, and again after it was changed in place; its rounded
     form is kept as long as the weight.
     """
-    return multiply(states, _rounded(weight), None if bias is None else bias.float())
+    return multiply(states, rounded_weight(weight), None if bias is None else bias.float())
 
 
 _rounded_weights = WeakTensorKeyDictionary()  # of each weight: its version, its `Int8Weight`
 _lock = threading.Lock()
 
 
-def _rounded(weight: Tensor) -> Int8Weight:
+def rounded_weight(weight: Tensor) -> Int8Weight:
+    """The rounded form of `weight` [N, H] that `int8_product` multiplies with."""
     version = -1 if weight.is_inference() else weight._version
     with _lock:
         known: tuple[int, Int8Weight] | None = _rounded_weights.get(weight)  # type: ignore[no-untyped-call]
