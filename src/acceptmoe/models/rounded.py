@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.ops.int8_linear import Int8Weight, multiply
+from acceptmoe.ops.int8_linear import Int8Weight, multiply, weight_state
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -19,35 +20,64 @@ Module = TypeVar("Module", bound=nn.Module)
 class Int8Linear(nn.Module):
     """What `linear` computes, by `acceptmoe::int8_linear`.
 
-    `weight` is still the original, for code that asks for its dtype or shape.
+    `weight` and `bias` are always the original's, also for code that asks for dtype or shape.
     """
 
     values: Tensor
     scales: Tensor
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        rounded = Int8Weight.of(linear.weight.detach())
-        self.register_buffer("values", rounded.values, persistent=False)
-        self.register_buffer("scales", rounded.scales, persistent=False)
+        # The same dictionary: a parameter that is replaced in the original is replaced here.
+        self.__dict__["_parameters"] = linear._parameters
+        self._round()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the weight has changed since it was rounded."""
+        return weight_state(self.weight) != self._rounded_state
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., H] to [..., N]."""
-        shape = (self.out_features, self.in_features)
-        return multiply(states, Int8Weight(self.values, self.scales, shape), self.bias)
+        num_outputs, num_inputs = self.weight.shape
+        return multiply(
+            states, Int8Weight(self.values, self.scales, (num_outputs, num_inputs)), self.bias
+        )
+
+    def round_again(self) -> None:
+        """Round the weight as it is now, if it has changed."""
+        if self.is_outdated:
+            self._round()
+
+    def _round(self) -> None:
+        # Compiled forwards may not read tensors that were made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            rounded = Int8Weight.of(self.weight.detach())
+        self.register_buffer("values", rounded.values, persistent=False)
+        self.register_buffer("scales", rounded.scales, persistent=False)
+        self._rounded_state = weight_state(self.weight)
 
 
 def rounded_copy(model: Module) -> Module:
-    """`model` with an `Int8Linear` for each of its `nn.Linear`, as they are now.
+    """`model` with an `Int8Linear` for each of its `nn.Linear`; see `round_again` for later changes.
 
     Other modules are copies that share parameters, buffers, settings and hooks; `model` does not
-    change. It costs as many bytes as the layers have weights.
+    change. Buffers that a forward replaces, as some rotary embeddings do, are replaced in the copy
+    alone. It costs as many bytes as the layers have weights.
 
-    Raises `InvalidArgumentError` for a model without such layers, or with weights that cannot be
-    rounded (see `Int8Weight.of`).
+    Raises `InvalidArgumentError` for a model without such layers, with weights that cannot be
+    rounded (see `Int8Weight.of`), or with forwards that were replaced in the modules themselves,
+    as by accelerate: those of a copy would still run the original.
     """
+    replaced = next((name for name, each in model.named_modules() if "forward" in vars(each)), None)
+    if replaced is not None:
+        raise InvalidArgumentError(
+            f"the forward of {replaced or 'the model'} ({type(model).__name__}) was replaced, so a "
+            "copy in 8 bits would still run the original; load the model whole, on one device and "
+            "without hooks of accelerate, or use it as it is"
+        )
     copied = _copy(model)
     if not any(isinstance(module, Int8Linear) for module in copied.modules()):
         raise InvalidArgumentError(
@@ -57,6 +87,13 @@ def rounded_copy(model: Module) -> Module:
     return copied  # type: ignore[return-value]
 
 
+def round_again(copied: nn.Module) -> None:
+    """Round those weights of a `rounded_copy` again that have changed in the original."""
+    for module in copied.modules():
+        if isinstance(module, Int8Linear):
+            module.round_again()
+
+
 def _copy(module: nn.Module) -> nn.Module:
     if type(module) is nn.Linear:
         return Int8Linear(module)
@@ -64,4 +101,5 @@ def _copy(module: nn.Module) -> nn.Module:
     copied.__dict__.update(module.__dict__)
     children = {name: child and _copy(child) for name, child in module._modules.items()}
     copied.__dict__["_modules"] = children
+    copied.__dict__["_buffers"] = dict(module._buffers)
     return copied
