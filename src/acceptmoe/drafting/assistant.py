@@ -323,9 +323,9 @@ def check_assistant(model: PreTrainedModel) -> None:
         )
     elif not _takes_positions(model):
         problem = (
-            "takes no position_ids, or has ALiBi: the places of tokens would be counted in the order "
-            "of the cache, where the branches of a tree lie one behind another; choose a model with "
-            "rotary or learned positions"
+            "takes no position_ids, or has ALiBi: it counts positions along its cache, where the "
+            "branches of a tree lie one behind another; choose a model with rotary or learned "
+            "positions"
         )
     elif config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         problem = (

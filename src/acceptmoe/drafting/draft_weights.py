@@ -32,9 +32,9 @@ def check_can_round(weights: str | None, device: torch.device, dtype: torch.dtyp
     """Raise `DrafterError` where the kernels for `weights` do not run."""
     if weights is not None and (device.type != "cpu" or dtype not in DTYPES):
         raise DrafterError(
-            f"the drafter has weights={weights!r} and would run on {device} in {dtype}; drafts in 8 "
-            "bits are for a CPU only, in torch.float32, torch.bfloat16 or torch.float16; make the "
-            "drafter without weights="
+            f"the drafter has weights={weights!r} and would run on {device} in {dtype}; drafts in "
+            "8 bits are for a CPU only, in torch.float32, torch.bfloat16 or torch.float16; make "
+            "the drafter without weights="
         )
 
 

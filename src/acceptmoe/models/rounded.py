@@ -61,7 +61,7 @@ class Int8Linear(nn.Module):
 
 
 def rounded_copy(model: Module) -> Module:
-    """`model` with an `Int8Linear` for each of its `nn.Linear`; see `round_again` for later changes.
+    """`model` with an `Int8Linear` for each `nn.Linear`; `round_again` follows later changes.
 
     Other modules are copies that share parameters, buffers, settings and hooks; `model` does not
     change. Buffers that a forward replaces, as some rotary embeddings do, are replaced in the copy

@@ -54,8 +54,8 @@ class Int8Weight:
         floats = weight.float()
         if not floats.isfinite().all():
             raise InvalidArgumentError(
-                "the weight has entries that are not finite in float32 and cannot be rounded to 8 bits; check "
-                "the checkpoint"
+                "the weight has entries that are not finite in float32 and cannot be rounded to 8 "
+                "bits; check the checkpoint"
             )
         num_outputs, num_inputs = weight.shape
         padded = F.pad(floats, (0, -num_inputs % GROUP, 0, -num_outputs % BLOCK_OUTPUTS))
