@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from acceptmoe.drafting import AssistantDrafter, Drafter, Eagle3Drafter
 from acceptmoe.drafting.assistant_forward import AssistantForward
-from acceptmoe.drafting.draft_weights import int8_product, rounded_weight
+from acceptmoe.drafting.draft_weights import Int8Product
 from acceptmoe.models.adapter import MoEAdapter
 from acceptmoe.models.rounded import Int8Linear
 from acceptmoe.ops.int8_linear import Int8Weight
@@ -142,7 +142,8 @@ def _counted_head(drafter: Any, work: Work) -> Iterator[None]:
 
     def counted(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         num_rows = rows.numel() // rows.shape[-1]
-        work.add_product(num_rows, rounded_weight(weight) if product is int8_product else weight)
+        is_rounded = isinstance(product, Int8Product)
+        work.add_product(num_rows, product.rounded(weight) if is_rounded else weight)
         return product(rows, weight, bias)
 
     with _replaced(drafter.head, "product", counted):

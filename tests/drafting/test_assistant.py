@@ -8,6 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -40,6 +44,16 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
+}
+
+
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+FALCON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "alibi": True,
 }
 
 
@@ -463,6 +477,14 @@ def configured_llama(**changes: object) -> PreTrainedModel:
         (
             lambda: UncachedLlama(LlamaConfig(**SIZES)).eval(),
             r"UncachedLlama takes no key-value cache \(.*; choose a model of transformers",
+        ),
+        (
+            lambda: BloomForCausalLM(BloomConfig(**BLOOM)).eval(),
+            "BloomForCausalLM takes no position_ids, or has ALiBi",
+        ),
+        (
+            lambda: FalconForCausalLM(FalconConfig(**FALCON)).eval(),
+            "FalconForCausalLM takes no position_ids, or has ALiBi",
         ),
         (
             lambda: configured_llama(_attn_implementation="flash_attention_2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -129,12 +130,29 @@ def test_a_copy_drafts_for_itself() -> None:
     assert_same_drafts(drafter, model)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_copy_made_in_the_middle_of_a_text_goes_on_with_it(
+    weights: str | None, is_compiled: bool
+) -> None:
+    drafter = AssistantDrafter(llama(), min_reach=0.0, weights=weights)
+    drafter.use_kernels(is_wanted=False, backend=BACKEND if is_compiled else None)
+    drafter.start(torch.arange(9), 3, None)
+    committed = drafter.propose(12, 4).tokens[1]
+    drafter.extend([committed, 5], None)
+    copied, unpickled = copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))
+    tokens = drafter.propose(12, 4).tokens
+    assert copied.propose(12, 4).tokens == tokens
+    assert unpickled.propose(12, 4).tokens == tokens
+
+
 def test_what_cannot_be_traced_drafts_uncompiled_and_says_so() -> None:
     model = llama()
 
     class Branching(LlamaForCausalLM):
-        def forward(self, input_ids=None, cache=None, **keywords):
-            output = super().forward(input_ids, cache=cache, **keywords)
+        def forward(self, input_ids=None, cache=None, position_ids=None, **keywords):
+            keywords |= {"cache": cache, "position_ids": position_ids}
+            output = super().forward(input_ids, **keywords)
             if output.logits.sum() > 1e9:  # a value that only the run knows
                 return None
             return output

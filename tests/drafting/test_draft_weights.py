@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import acceptmoe
 from acceptmoe.bench.chains import chain_drafter
 from acceptmoe.bench.setups import load_setup
 from acceptmoe.bench.workloads import TUNING_SPLIT, encode, end_token_ids, mixed_problems
-from acceptmoe.drafting import AssistantDrafter, Eagle3Drafter, draft_weights
-from acceptmoe.drafting.draft_weights import int8_product
+from acceptmoe.drafting import AssistantDrafter, Eagle3Drafter
+from acceptmoe.drafting.draft_weights import Int8Product
 from acceptmoe.drafting.eagle3_checkpoint import save_head
 from acceptmoe.errors import DrafterError, InvalidArgumentError
 from tiny_models import make_model
@@ -54,21 +55,42 @@ def test_a_head_multiplies_with_rounded_weights_only_in_its_own_drafter(tmp_path
     rounded = Eagle3Drafter.from_pretrained(tmp_path, model, weights="int8")
     exact = Eagle3Drafter.from_pretrained(tmp_path, model)
     rounded.use_kernels(is_wanted=True)
-    assert rounded.head.product is int8_product
+    assert isinstance(rounded.head.product, Int8Product)
     assert exact.head.product is F.linear
 
 
 def test_a_weight_is_rounded_once_and_again_when_it_has_changed() -> None:
-    weight, states = torch.randn(5, 16), torch.randn(2, 16)
-    first = int8_product(states, weight)
-    kept = draft_weights.rounded_weight(weight)
-    assert draft_weights.rounded_weight(weight) is kept
+    product, weight, states = Int8Product(), torch.randn(5, 16), torch.randn(2, 16)
+    first = product(states, weight)
+    assert product.rounded(weight) is product.rounded(weight)
     weight.mul_(2)
-    torch.testing.assert_close(int8_product(states, weight), 2 * first)
-    num_known = len(draft_weights._rounded_weights)
-    del weight, kept
+    torch.testing.assert_close(product(states, weight), 2 * first)
+    weight.data = weight / 2  # another place, and autograd does not count it
+    torch.testing.assert_close(product(states, weight), first)
+
+
+def test_a_rounded_weight_lives_no_longer_than_the_weight_nor_than_the_product() -> None:
+    product, kept, dropped = Int8Product(), torch.randn(5, 16), torch.randn(5, 16)
+    values = [weakref.ref(product.rounded(weight).values) for weight in (kept, dropped)]
+    del dropped
     gc.collect()
-    assert len(draft_weights._rounded_weights) == num_known - 1
+    assert [each() is None for each in values] == [False, True]
+    del product
+    gc.collect()
+    assert values[0]() is None
+
+
+def test_an_assistant_drafts_with_its_weights_as_they_are_now() -> None:
+    model = make_model("qwen3_moe")
+    drafter = AssistantDrafter(model, weights="int8", min_reach=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.randn_like(parameter).sign())
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    fresh = AssistantDrafter(model, weights="int8", min_reach=0.0)
+    for each in (drafter, fresh):
+        each.start(torch.arange(3, 9), 4, None)
+    assert drafter.propose(12, 4) == fresh.propose(12, 4)
 
 
 @pytest.mark.parametrize("weights", ["int4", 8, True])
@@ -83,6 +105,16 @@ def test_another_precision_is_refused(weights: object) -> None:
 def test_a_bundled_drafter_without_weights_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="the drafter 'ngram' has no weights"):
         load_setup("tiny-qwen3-moe", "ngram", draft_weights="int8")
+
+
+def test_a_dtype_without_kernels_is_refused() -> None:
+    model = make_model("qwen3_moe")
+    drafter = AssistantDrafter(model, weights="int8")
+    model.double()
+    with pytest.raises(DrafterError, match=r"would run on cpu in torch\.float64"):
+        drafter.check_target(model)
+    with pytest.raises(DrafterError, match=r"would run on cpu in torch\.float64"):
+        AssistantDrafter(model, weights="int8")
 
 
 def test_another_device_is_refused() -> None:

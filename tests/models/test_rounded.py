@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.models.rounded import Int8Linear, rounded_copy
+from acceptmoe.models.rounded import Int8Linear, round_again, rounded_copy
 from tiny_models import make_model
 
 
@@ -49,3 +49,45 @@ def test_biases_are_kept() -> None:
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"Sequential has no torch\.nn\.Linear layer"):
         rounded_copy(nn.Sequential(nn.GELU()))
+
+
+def test_a_replaced_forward_is_refused() -> None:
+    # A copy of such a module would run the original, unrounded, and nobody would notice.
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    model[1].forward = model[1].forward
+    with pytest.raises(InvalidArgumentError, match=r"the forward of 1 \(Sequential\) was replaced"):
+        rounded_copy(model)
+
+
+class Counting(nn.Module):
+    """Replaces a buffer in its forward, as rotary embeddings that scale with the text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("count", self.count + 1)
+        return states
+
+
+def test_buffers_that_a_forward_replaces_are_replaced_in_the_copy_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Counting())
+    copied = rounded_copy(model)
+    copied(torch.ones(1, 8))
+    assert (float(model[1].count), float(copied[1].count)) == (0, 1)
+
+
+def test_changed_and_replaced_weights_are_rounded_again() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    copied, states = rounded_copy(model), torch.ones(1, 8)
+    values = copied[0].values
+    nn.init.normal_(model[1].weight)
+    model[1].bias = nn.Parameter(torch.ones(3))
+    round_again(copied)
+    assert torch.equal(copied(states), rounded_copy(model)(states))
+    assert copied[0].values is values  # as it was
+    model[1].weight = nn.Parameter(torch.randn(5, 8))
+    model[1].bias = None
+    round_again(copied)
+    assert torch.equal(copied(states), rounded_copy(model)(states))

@@ -186,6 +186,7 @@ def test_the_op_passes_opcheck() -> None:
         (torch.zeros(2, 3).int(), "torch.int32"),
         (torch.zeros(2, 3, device="meta"), "on meta"),
         (torch.tensor([[1.0, torch.inf]]), "entries that are not finite"),
+        (torch.tensor([[1.0, 1e300]], dtype=torch.float64), "entries that are not finite"),
     ],
 )
 def test_weights_that_cannot_be_rounded_are_refused(weight, message: str) -> None:

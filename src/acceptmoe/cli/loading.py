@@ -24,7 +24,7 @@ from acceptmoe.drafting import (
     check_has_weights,
     load_drafter,
 )
-from acceptmoe.drafting.draft_weights import check_draft_device
+from acceptmoe.drafting.draft_weights import check_can_round
 from acceptmoe.errors import AcceptMoEError, InvalidArgumentError
 from acceptmoe.policies import RoutingPolicy, load_policy
 from acceptmoe.table import CommitmentTable, shipped_tables
@@ -101,7 +101,7 @@ def open_drafter(spec: str | None, target: Target, weights: str | None = None) -
         spec = DEFAULT_DRAFTER if target.is_bundled else "ngram"
     check_weights_fit(spec, weights)
     # It goes where the target is; refused before it is loaded and rounded.
-    check_draft_device(weights, target.model.device)
+    check_can_round(weights, target.model.device, target.model.dtype)
     if spec in BUNDLED_DRAFTERS and target.is_bundled:
         drafter = load_drafter(BUNDLED_DRAFTERS[spec](target.name), weights=weights)
     elif spec in BUNDLED_DRAFTERS and not Path(spec).is_dir():

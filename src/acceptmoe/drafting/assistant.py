@@ -9,7 +9,9 @@ r * M to r * M + M - 1, so the parent of a candidate is a division away and need
 
 from __future__ import annotations
 
+import inspect
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +26,12 @@ from acceptmoe.drafting.assistant_forward import (
     text_config,
 )
 from acceptmoe.drafting.compiled_assistant import CompiledAssistantForward, is_compilable
-from acceptmoe.drafting.draft_weights import check_draft_device, check_draft_weights
+from acceptmoe.drafting.draft_weights import check_can_round, check_draft_weights
 from acceptmoe.errors import DrafterError, InvalidArgumentError
 from acceptmoe.models.backend import PassBackend
 from acceptmoe.models.dense import linears_for
 from acceptmoe.models.kv import find_cache_keyword
-from acceptmoe.models.rounded import rounded_copy
+from acceptmoe.models.rounded import round_again, rounded_copy
 from acceptmoe.ops.linear import is_faster_than_stock
 from acceptmoe.tree import ROOT_PARENT, DraftTree, best_first_nodes
 
@@ -52,6 +54,7 @@ class AssistantDrafter:
     0 drafts to the full depth.
 
     `weights="int8"` drafts with weights rounded to 8 bits, on a CPU; see `draft_weights`.
+    Weights that change are rounded again when the next text begins.
 
     `model` is a decoder-only transformers model with the target's tokenizer, dense or sparse, the
     target itself included, in evaluation mode. Its device and dtype may differ from the target's,
@@ -83,7 +86,7 @@ class AssistantDrafter:
         self.min_reach = float(min_reach)
         self.min_probability = 0.0  # see `Drafter`
         self.weights = weights
-        check_draft_device(weights, model.device)
+        check_can_round(weights, model.device, model.dtype)
         self._computed = model if weights is None else rounded_copy(model)
         self._forwards: dict[tuple[str | None, bool], AssistantForward] = {}
         # (parent row, token) of the drafted rows; None without a draft since the last commitment.
@@ -93,7 +96,7 @@ class AssistantDrafter:
     def check_target(self, model: PreTrainedModel) -> None:
         """Raise `DrafterError` unless the assistant can draft for `model`."""
         check_assistant(self.model)  # it may have been put into training mode since
-        check_draft_device(self.weights, self.model.device)
+        check_can_round(self.weights, self.model.device, self.model.dtype)
         ours, theirs = _vocab_size(self.model), _vocab_size(model)
         if ours != theirs:
             raise DrafterError(
@@ -145,6 +148,8 @@ class AssistantDrafter:
 
         The first `propose` reads the prompt.
         """
+        if self._computed is not self.model:
+            round_again(self._computed)
         self._forget([*prompt.tolist(), int(first_token)])
 
     def extend(self, tokens: list[int], features: Tensor | None) -> None:
@@ -172,6 +177,10 @@ class AssistantDrafter:
             self._forward.drop_drafted(self._num_cached)
             self._row_of = None  # as long as the draft is not whole
             return self._grow(num_nodes, max_depth)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy goes on with the text, but reads it anew: forwards leave their caches behind.
+        return {**vars(self), "_num_cached": 0, "_row_of": None}
 
     def _forget(self, text: list[int]) -> None:
         self._text = text
@@ -312,6 +321,12 @@ def check_assistant(model: PreTrainedModel) -> None:
             "takes no key-value cache ('cache' or 'past_key_values' in its forward); an assistant "
             "keeps one between drafts; choose a model of transformers' own"
         )
+    elif not _takes_positions(model):
+        problem = (
+            "takes no position_ids, or has ALiBi: it counts positions along its cache, where the "
+            "branches of a tree lie one behind another; choose a model with rotary or learned "
+            "positions"
+        )
     elif config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         problem = (
             f"uses {config._attn_implementation} attention, which takes no tree mask; allowed: "
@@ -323,6 +338,12 @@ def check_assistant(model: PreTrainedModel) -> None:
         problem = _find_layer_problem(model)
     if problem is not None:
         raise DrafterError(f"the assistant {type(model).__name__} {problem}")
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the forward puts tokens where `position_ids` says."""
+    has_alibi = getattr(text_config(model), "alibi", False)
+    return not has_alibi and "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def _find_layer_problem(model: PreTrainedModel) -> str | None:

@@ -50,6 +50,9 @@ class AssistantForward:
         # window: a sliding layer would let rejected drafts push context out.
         self.cache = DynamicCache()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "cache": DynamicCache()}  # a copy begins with nothing cached
+
     def keep(self, num_cached: int, rows: Sequence[int]) -> None:
         """Keep the first `num_cached` slots and behind them those of `rows`, ascending."""
         # Rows took their slots in order, the root's first, right behind the committed text.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from acceptmoe.drafting.assistant_forward import AssistantForward, Masks
 from acceptmoe.models.backend import Compiled, PassBackend, model_state
@@ -72,6 +72,7 @@ class CompiledAssistantForward(AssistantForward):
         if self._static is None:
             logits = super().read(tokens, num_cached)
             self._move_to_static(self.cache, num_cached + len(tokens))
+            self.cache = DynamicCache()  # the prompt's keys and values need not be kept twice
             return logits
         for start in range(0, len(tokens), self._max_rows):
             chunk = tokens[start : start + self._max_rows]
@@ -93,8 +94,8 @@ class CompiledAssistantForward(AssistantForward):
         return static.run(tokens, torch.full((len(tokens),), position), masks, first)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy compiles for itself; the text it drafts for begins anew.
-        return {**vars(self), "_compiled": {}, "_static": None, "_state": None}
+        # A copy compiles for itself.
+        return {**super().__getstate__(), "_compiled": {}, "_static": None, "_state": None}
 
     def _with_room(self, static: _StaticForward, first_slot: int) -> _StaticForward:
         """`static`, or where the next rows would not fit behind `first_slot`, a larger one."""

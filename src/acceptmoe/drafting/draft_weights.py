@@ -8,14 +8,13 @@ stays the same text; the accepted length hardly changes.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from acceptmoe.errors import DrafterError, InvalidArgumentError
-from acceptmoe.ops.int8_linear import Int8Weight, multiply
+from acceptmoe.ops.cpu_library import DTYPES
+from acceptmoe.ops.int8_linear import Int8Weight, multiply, weight_state
 
 DRAFT_WEIGHTS = ("int8",)
 
@@ -29,33 +28,38 @@ def check_draft_weights(weights: str | None) -> None:
         )
 
 
-def check_draft_device(weights: str | None, device: torch.device) -> None:
+def check_can_round(weights: str | None, device: torch.device, dtype: torch.dtype) -> None:
     """Raise `DrafterError` where the kernels for `weights` do not run."""
-    if weights is not None and device.type != "cpu":
+    if weights is not None and (device.type != "cpu" or dtype not in DTYPES):
         raise DrafterError(
-            f"the drafter has weights={weights!r} and would run on {device}; drafts in 8 bits are "
-            "for a CPU only; make the drafter without weights="
+            f"the drafter has weights={weights!r} and would run on {device} in {dtype}; drafts in "
+            "8 bits are for a CPU only, in torch.float32, torch.bfloat16 or torch.float16; make "
+            "the drafter without weights="
         )
 
 
-def int8_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class Int8Product:
     """`F.linear` by `acceptmoe::int8_linears`.
 
-    A weight is rounded when it is first met, and again after it was changed in place; its rounded
-    form is kept as long as the weight.
+    A weight is rounded when it is first met, and again after it has changed; its rounded form is
+    kept as long as the weight and this object are.
     """
-    return multiply(states, rounded_weight(weight), None if bias is None else bias.float())
 
+    def __init__(self) -> None:
+        # Of each weight: its state when it was rounded, and its rounded form.
+        self._rounded = WeakTensorKeyDictionary()
 
-_rounded_weights = WeakTensorKeyDictionary()  # of each weight: its version, its `Int8Weight`
-_lock = threading.Lock()
+    def __call__(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        floats = None if bias is None else bias.float()
+        return multiply(states, self.rounded(weight), floats)
 
+    def rounded(self, weight: Tensor) -> Int8Weight:
+        """`weight` in 8 bits, as it is now."""
+        state = weight_state(weight)
+        known: tuple[object, Int8Weight] | None = self._rounded.get(weight)  # type: ignore[no-untyped-call]
+        if known is None or known[0] != state:
+            known = self._rounded[weight] = state, Int8Weight.of(weight.detach())
+        return known[1]
 
-def rounded_weight(weight: Tensor) -> Int8Weight:
-    """The rounded form of `weight` [N, H] that `int8_product` multiplies with."""
-    version = -1 if weight.is_inference() else weight._version
-    with _lock:
-        known: tuple[int, Int8Weight] | None = _rounded_weights.get(weight)  # type: ignore[no-untyped-call]
-        if known is None or known[0] != version:
-            known = _rounded_weights[weight] = version, Int8Weight.of(weight.detach())
-    return known[1]
+    def __reduce__(self) -> tuple[type[Int8Product], tuple[()]]:
+        return type(self), ()  # a copy rounds for itself

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from acceptmoe.drafting.draft_weights import (
-    check_draft_device,
+    Int8Product,
+    check_can_round,
     check_draft_weights,
-    int8_product,
 )
 from acceptmoe.drafting.eagle3_checkpoint import is_eagle3_checkpoint, load_head
 from acceptmoe.drafting.eagle3_head import BoundaryRule, Eagle3Config, Eagle3Head, rotary_table
@@ -74,6 +74,7 @@ class Eagle3Drafter:
         check_draft_weights(weights)
         self.head = head
         self.weights = weights
+        self._int8_product = None if weights is None else Int8Product()
         self.topk = min(topk, head.config.draft_vocab_size)
         self.boundary_rule: BoundaryRule = (
             head.config.boundary_rule if boundaries is None else "override"
@@ -130,8 +131,9 @@ class Eagle3Drafter:
             )
         self.feature_boundaries = boundaries
         weight = target.embedding_weight
-        check_draft_device(self.weights, weight.device)
-        self.head.to(device=weight.device, dtype=self._dtype or weight.dtype)
+        dtype = self._dtype or weight.dtype
+        check_can_round(self.weights, weight.device, dtype)
+        self.head.to(device=weight.device, dtype=dtype)
         self._target = target
         self._state = None
         self.use_kernels(is_wanted=False)
@@ -143,8 +145,8 @@ class Eagle3Drafter:
         float32 the products stay torch's, bit for bit. With weights of 8 bits nothing changes.
         """
         is_own = is_wanted and is_faster_than_stock(self.head.fc.weight)
-        if self.weights == "int8":
-            self.head.product = int8_product
+        if self._int8_product is not None:
+            self.head.product = self._int8_product
         else:
             self.head.product = own_product if is_own else F.linear
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from acceptmoe.errors import InvalidArgumentError
-from acceptmoe.ops.int8_linear import Int8Weight, multiply
+from acceptmoe.ops.int8_linear import Int8Weight, multiply, weight_state
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -19,42 +20,68 @@ Module = TypeVar("Module", bound=nn.Module)
 class Int8Linear(nn.Module):
     """What `linear` computes, by `acceptmoe::int8_linears`.
 
-    `weight` is still the original, for code that asks for its dtype or shape.
+    `weight` and `bias` are always the original's, also for code that asks for dtype or shape.
     """
 
     values: Tensor
     scales: Tensor
+    weight: Tensor
     bias: Tensor | None
+    bias_floats: Tensor | None  # an input of the graph like the others, so that calls can be merged
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = linear.weight
-        rounded = Int8Weight.of(linear.weight.detach())
-        self.register_buffer("values", rounded.values, persistent=False)
-        self.register_buffer("scales", rounded.scales, persistent=False)
-        bias = None if linear.bias is None else linear.bias.detach().float()
-        self.register_buffer("bias", bias, persistent=False)
+        # The same dictionary: a parameter that is replaced in the original is replaced here.
+        self.__dict__["_parameters"] = linear._parameters
+        self._round()
 
     @property
     def rounded(self) -> Int8Weight:
         """The weight that is multiplied with."""
-        return Int8Weight(self.values, self.scales, (self.out_features, self.in_features))
+        num_outputs, num_inputs = self.weight.shape
+        return Int8Weight(self.values, self.scales, (num_outputs, num_inputs))
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., H] to [..., N]."""
-        return multiply(states, self.rounded, self.bias)
+        return multiply(states, self.rounded, self.bias_floats)
+
+    def round_again(self) -> None:
+        """Round the weight as it is now, if it or the bias has changed."""
+        if self._state() != self._rounded_state:
+            self._round()
+
+    def _state(self) -> object:
+        return weight_state(self.weight), None if self.bias is None else weight_state(self.bias)
+
+    def _round(self) -> None:
+        # Compiled forwards may not read tensors that were made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            rounded = Int8Weight.of(self.weight.detach())
+            floats = None if self.bias is None else self.bias.detach().float().clone()
+        self.register_buffer("values", rounded.values, persistent=False)
+        self.register_buffer("scales", rounded.scales, persistent=False)
+        self.register_buffer("bias_floats", floats, persistent=False)
+        self._rounded_state = self._state()
 
 
 def rounded_copy(model: Module) -> Module:
-    """`model` with an `Int8Linear` for each of its `nn.Linear`, as they are now.
+    """`model` with an `Int8Linear` for each `nn.Linear`; `round_again` follows later changes.
 
     Other modules are copies that share parameters, buffers, settings and hooks; `model` does not
-    change. It costs as many bytes as the layers have weights.
+    change. Buffers that a forward replaces, as some rotary embeddings do, are replaced in the copy
+    alone. It costs as many bytes as the layers have weights.
 
-    Raises `InvalidArgumentError` for a model without such layers, or with weights that cannot be
-    rounded (see `Int8Weight.of`).
+    Raises `InvalidArgumentError` for a model without such layers, with weights that cannot be
+    rounded (see `Int8Weight.of`), or with forwards that were replaced in the modules themselves,
+    as by accelerate: those of a copy would still run the original.
     """
+    replaced = next((name for name, each in model.named_modules() if "forward" in vars(each)), None)
+    if replaced is not None:
+        raise InvalidArgumentError(
+            f"the forward of {replaced or 'the model'} ({type(model).__name__}) was replaced, so a "
+            "copy in 8 bits would still run the original; load the model whole, on one device and "
+            "without hooks of accelerate, or use it as it is"
+        )
     copied = _copy(model)
     if not any(isinstance(module, Int8Linear) for module in copied.modules()):
         raise InvalidArgumentError(
@@ -64,6 +91,13 @@ def rounded_copy(model: Module) -> Module:
     return copied  # type: ignore[return-value]
 
 
+def round_again(copied: nn.Module) -> None:
+    """Round those weights of a `rounded_copy` again that have changed in the original."""
+    for module in copied.modules():
+        if isinstance(module, Int8Linear):
+            module.round_again()
+
+
 def _copy(module: nn.Module) -> nn.Module:
     if type(module) is nn.Linear:
         return Int8Linear(module)
@@ -71,4 +105,5 @@ def _copy(module: nn.Module) -> nn.Module:
     copied.__dict__.update(module.__dict__)
     children = {name: child and _copy(child) for name, child in module._modules.items()}
     copied.__dict__["_modules"] = children
+    copied.__dict__["_buffers"] = dict(module._buffers)
     return copied

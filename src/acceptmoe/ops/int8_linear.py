@@ -52,13 +52,14 @@ class Int8Weight:
                 f"the weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}; only a "
                 "floating-point [N, H] on a CPU can be rounded to 8 bits"
             )
-        if not weight.isfinite().all():
+        floats = weight.float()
+        if not floats.isfinite().all():
             raise InvalidArgumentError(
-                "the weight has entries that are not finite and cannot be rounded to 8 bits; check "
-                "the checkpoint"
+                "the weight has entries that are not finite in float32 and cannot be rounded to 8 "
+                "bits; check the checkpoint"
             )
         num_outputs, num_inputs = weight.shape
-        padded = F.pad(weight.float(), (0, -num_inputs % GROUP, 0, -num_outputs % BLOCK_OUTPUTS))
+        padded = F.pad(floats, (0, -num_inputs % GROUP, 0, -num_outputs % BLOCK_OUTPUTS))
         groups = padded.view(len(padded), -1, GROUP)
         scales = groups.abs().amax(-1) / LARGEST
         whole = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round_()
@@ -82,6 +83,15 @@ class Int8Weight:
         whole = self.values.transpose(1, 2).flatten(2).flatten(0, 1).float() - ZERO
         scales = self.scales.transpose(1, 2).flatten(0, 1).repeat_interleave(GROUP, dim=1)
         return (whole * scales[:, : whole.shape[1]])[:num_outputs, :num_inputs]
+
+
+def weight_state(weight: Tensor) -> object:
+    """Equal for two moments between which `weight` has not changed.
+
+    Changes that autograd does not count, through `.data` or in inference mode, show only by place.
+    """
+    version = None if weight.is_inference() else weight._version
+    return version, weight.data_ptr(), weight.dtype, weight.shape
 
 
 class _Matrix(ctypes.Structure):  # `Matrix` in cpu/int8_linear.cpp, in the same order
