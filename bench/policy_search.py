@@ -83,7 +83,7 @@ def candidates(num_experts: int) -> dict[str, RoutingPolicy]:
     add("floor 0.02, trust, by demand, 0.9 of the rank", top=0, size=0.9)
     for exponent in (0.5, 1.0):
         add(f"floor 0.02, trust, exponent {exponent:g}", exponent=exponent)
-    for max_lost, unsure, sure in ((0.35, 0.05, 0.98), (0.5, 0.07, 0.99), (0.5, 0.1, 0.95)):
+    for max_lost, unsure, sure in ((0.35, 0.05, 0.98), (0.4, 0.07, 0.99), (0.5, 0.07, 0.99)):
         add(
             f"floor 0.02, trust {max_lost:g} / {unsure:g} / {sure:g}",
             max_lost=max_lost,

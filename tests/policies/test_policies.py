@@ -70,9 +70,9 @@ def test_the_default_settings_are_those_that_the_search_chose():
         "size": 0.3,
         "combine": "router",
         "min_commitment": 0.02,
-        "max_lost": 0.4,
-        "max_lost_unsure": 0.07,
-        "sure_above": 0.99,
+        "max_lost": 0.5,
+        "max_lost_unsure": 0.1,
+        "sure_above": 0.95,
     }
 
 

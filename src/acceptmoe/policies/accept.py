@@ -72,9 +72,9 @@ class AcceptPolicy(RoutingPolicy):
         size: float = 0.3,
         combine: Combine = "router",
         min_commitment: float = 0.02,
-        max_lost: float = 0.4,
-        max_lost_unsure: float = 0.07,
-        sure_above: float = 0.99,
+        max_lost: float = 0.5,
+        max_lost_unsure: float = 0.1,
+        sure_above: float = 0.95,
     ) -> None:
         check_choice("sizing", sizing, SIZINGS)
         check_choice("combine", combine, COMBINES)
